@@ -188,8 +188,8 @@ class LossModel:
 
     In the paper's letters `rate` is eta*c and `noise` is eta*L*sigma^2 / (2*c*m). Stale gradients
     weaken both by gamma' = 1 - gamma + p0/2 (never above 1), where p0 is the share of
-    gradients that are not stale and gamma, here `staleness`, says how far a stale gradient points elsewhere: 0 not
-    at all, 1 anywhere.
+    gradients that are not stale and gamma, here `staleness`, says how far a stale gradient points
+    elsewhere: 0 not at all, 1 anywhere.
     """
 
     start: float

@@ -1,0 +1,161 @@
+"""A recorded run: fed to a fresh policy, or turned into a cluster to simulate.
+
+`replay` asks whether the policy still decides what it decided; `predict` asks how long an update
+takes on workers as fast as the recorded ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from lightning_dsgd.distributions import ComputeTime, Empirical, PerRank
+from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.protocol import Contribution, Decision, Dropped, Round
+from lightning_dsgd.simulate.cluster import Cluster, measured_network
+from lightning_dsgd.simulate.result import Result
+from lightning_dsgd.simulate.strategies import behaviour, run_policy
+from lightning_dsgd.trace import Trace, TraceError, make_policy
+
+NEVER_SEEN = 10.0
+"""A rank that never delivered in time counts as so many times slower than the slowest delivery."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first decision that came out otherwise."""
+
+    index: int
+    recorded: Decision | None
+    replayed: Decision | None
+
+    def __str__(self) -> str:
+        return (
+            f"decision {self.index}: recorded {self.recorded or 'nothing'}, "
+            f"replayed {self.replayed or 'nothing'}"
+        )
+
+
+def replay(trace: Trace) -> Difference | None:
+    """Feed the recorded events to a fresh policy; None if it decides the same again."""
+    policy = make_policy(trace.header)
+    replayed: list[Decision] = []
+    for now, event in trace.events:
+        replayed.extend(policy.handle(event, now))
+    recorded = [decision for _, decision in trace.decisions]
+    for index in range(max(len(recorded), len(replayed))):
+        before = recorded[index] if index < len(recorded) else None
+        after = replayed[index] if index < len(replayed) else None
+        if before != after:
+            return Difference(index, before, after)
+    return None
+
+
+# ---------------------------------------------------------------------- what it measured
+
+
+def compute_times(trace: Trace) -> PerRank:
+    """Each rank's own measured times per mini-batch.
+
+    A rank whose every gradient was cancelled has told nothing but that it is slow.
+    """
+    by_rank: dict[int, list[float]] = {}
+    for contribution in _contributions(trace):
+        if contribution.seconds > 0.0:
+            per_batch = contribution.seconds / contribution.batches
+            by_rank.setdefault(contribution.worker, []).append(per_batch)
+    if not by_rank:
+        raise TraceError("the trace holds no compute times; was it recorded by an older version?")
+    everything = Empirical(tuple(second for times in by_rank.values() for second in times))
+    unseen = Empirical((NEVER_SEEN * max(everything.seconds),))
+    models: dict[int, ComputeTime] = {
+        rank: Empirical(tuple(by_rank[rank])) if rank in by_rank else unseen
+        for rank in range(trace.header.workers)
+    }
+    return PerRank(everything, models=models)
+
+
+def exchange_time(trace: Trace) -> float:
+    """The median duration of a collective; the first ones, which set up connections, do not count."""
+    durations = [part.exchange for part in _contributions(trace) if part.exchange > 0.0]
+    return median(durations) if durations else 0.0
+
+
+def overhead_time(trace: Trace) -> float:
+    """What passes between an update and the beginning of the next gradient, beyond computing.
+
+    A worker can have begun no earlier than its own announcement before and the arrival of the update
+    it computed at; what is left until this announcement, without the computing, is overhead.
+    """
+    exchange = exchange_time(trace)
+    there = {
+        decision.number: now + exchange
+        for now, decision in trace.decisions
+        if isinstance(decision, Round)
+    }
+    before: dict[int, float] = {}
+    gaps = []
+    for now, event in trace.events:
+        if not isinstance(event, Contribution):
+            continue
+        began = max(there.get(event.version, -1.0), before.get(event.worker, -1.0))
+        if event.version in there and began >= 0.0 and event.batches == 1:
+            gaps.append(max(0.0, now - event.seconds - began))
+        before[event.worker] = now
+    return median(gaps) if gaps else 0.0
+
+
+def measured_seconds_per_update(trace: Trace) -> float:
+    """The recorded run's own mean, without its first tenth."""
+    times = [now for now, decision in trace.decisions if isinstance(decision, Round)]
+    if len(times) < 2:
+        raise TraceError(f"the trace holds {len(times)} updates; two at least are needed")
+    start = (len(times) - 1) // 10
+    return (times[-1] - times[start]) / (len(times) - 1 - start)
+
+
+def recorded_cluster(trace: Trace) -> Cluster:
+    """A cluster like the one that was recorded."""
+    return Cluster(
+        workers=trace.header.workers,
+        compute=compute_times(trace),
+        network=measured_network(exchange_time(trace)),
+        overhead=overhead_time(trace),
+    )
+
+
+def cancels(trace: Trace) -> bool:
+    """Whether late work was abandoned: else some late gradient would have come and been dropped."""
+    return not any(isinstance(decision, Dropped) for _, decision in trace.decisions)
+
+
+def predict(
+    trace: Trace, *, updates: int = 2000, seed: int = 0, cancel_late: bool | None = None
+) -> Result:
+    """Simulate the recorded strategy on the recorded cluster; `.seconds_per_update` is the answer."""
+    strategy = trace.header.strategy
+    kind = _kind(trace)
+    cancel = cancels(trace) if cancel_late is None else cancel_late
+    delay = trace.header.arguments.get("delay")
+    how = behaviour(kind, cancel_late=cancel, delay=delay if isinstance(delay, int) else None)
+    policy = make_policy(trace.header)
+    result = run_policy(policy, recorded_cluster(trace), how, updates, seed=seed)
+    result.strategy = strategy
+    result.k = getattr(policy, "k", None)
+    return result
+
+
+def _kind(trace: Trace) -> str:
+    """Which of the simulator's behaviours the recorded workers showed."""
+    header = trace.header
+    if header.strategy == "cyclic_delay":
+        return header.strategy
+    if "k" not in header.arguments:
+        raise ConfigurationError(f"no simulation of the strategy {header.strategy!r}")
+    stale = header.arguments.get("max_staleness", 0) != 0
+    counted = "batch_" if header.arguments.get("counted") == "batches" else ""
+    return f"k_{counted}{'async' if stale else 'sync'}"
+
+
+def _contributions(trace: Trace) -> list[Contribution]:
+    return [event for _, event in trace.events if isinstance(event, Contribution)]
