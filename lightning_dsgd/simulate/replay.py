@@ -76,7 +76,7 @@ def compute_times(trace: Trace) -> PerRank:
 
 
 def exchange_time(trace: Trace) -> float:
-    """The median duration of a collective; the first ones, which set up connections, do not count."""
+    """The median duration of a collective, so that the first ones, which connect, do not count."""
     durations = [part.exchange for part in _contributions(trace) if part.exchange > 0.0]
     return median(durations) if durations else 0.0
 
@@ -84,8 +84,8 @@ def exchange_time(trace: Trace) -> float:
 def overhead_time(trace: Trace) -> float:
     """What passes between an update and the beginning of the next gradient, beyond computing.
 
-    A worker can have begun no earlier than its own announcement before and the arrival of the update
-    it computed at; what is left until this announcement, without the computing, is overhead.
+    A worker can have begun no earlier than its own announcement before and the arrival of the
+    update it computed at; what is left until this announcement, computing apart, is overhead.
     """
     exchange = exchange_time(trace)
     there = {
@@ -132,7 +132,7 @@ def cancels(trace: Trace) -> bool:
 def predict(
     trace: Trace, *, updates: int = 2000, seed: int = 0, cancel_late: bool | None = None
 ) -> Result:
-    """Simulate the recorded strategy on the recorded cluster; `.seconds_per_update` is the answer."""
+    """Simulate the recorded strategy on the recorded cluster; see `.seconds_per_update`."""
     strategy = trace.header.strategy
     kind = _kind(trace)
     cancel = cancels(trace) if cancel_late is None else cancel_late

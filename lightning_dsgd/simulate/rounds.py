@@ -144,10 +144,19 @@ class RoundsSimulation:
         behind = self._newest - worker.version
         if behind:
             self._later(self.cluster.overhead * behind, self._replayed, worker, self._newest)
-        elif self._decided > self._newest or not self._may_begin(worker):
+        elif self._decided > self._newest:
             self._idle[worker.rank] = None
+        elif not self._may_begin(worker):
+            self._wait(worker)
         else:
             self._begin(worker)
+
+    def _wait(self, worker: Worker) -> None:
+        """Nothing more to compute: what is due goes out, then an update or the turn must come."""
+        self._idle[worker.rank] = None
+        if self.behaviour.turns and worker.batches and self._should_publish(worker):
+            self._publish(worker)
+            self._wake(worker)
 
     def _replayed(self, worker: Worker, version: int) -> None:
         worker.version = version
@@ -304,10 +313,7 @@ class RoundsSimulation:
     def _move_token(self, token: int) -> None:
         """A worker that has computed all it may has waited for this."""
         self._token = token
-        worker = self._workers[token]
-        if token in self._idle and worker.batches and self._should_publish(worker):
-            self._publish(worker)
-            self._wake(worker)
+        self._wake(self._workers[token])
 
     def _arrive(self, decision: Round, seconds: float) -> None:
         """The exchange is over: the update is there for every replica to take."""

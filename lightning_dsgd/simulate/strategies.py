@@ -59,7 +59,7 @@ def simulate(
         if learner is not None or recorder is not None:
             raise ConfigurationError(f"{strategy} makes no rounds: only its timing is simulated")
         return _without_rounds(strategy, cluster, updates, seed, progress)
-    interval = 50.0 * cluster.compute.mean if interval is None else interval
+    interval = default_interval(cluster) if interval is None else interval
     policy = make_policy(
         strategy, cluster.workers, k, max_lag=max_lag, variant=variant, interval=interval
     )
@@ -79,6 +79,11 @@ def simulate(
     if result.k is None and strategy in HAVE_K:
         result.k = cluster.workers if k is None else k
     return result
+
+
+def default_interval(cluster: Cluster) -> float:
+    """AdaSync's seconds between two looks at the loss: long enough for K to show its effect."""
+    return 50.0 * cluster.compute.mean
 
 
 def run_policy(
