@@ -1,0 +1,153 @@
+"""Collectives, behind one small interface, with two implementations.
+
+A *backend* is one job's membership: rank, size, and how to open channels. A *channel* carries the
+collectives of one thread; every rank opens the same channels in the same order and issues the same
+operations on each. So the communication thread and the training thread never get in each other's way.
+
+Every wait ends: when the operation is done, when the alarm rings, or after `timeout`.
+Nothing outside this package imports horovod.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.util
+import os
+import pickle
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.alarm import Alarm
+from lightning_dsgd.errors import BackendError, RoundTimeoutError, RunError
+
+BackendName = Literal["auto", "horovod", "torch"]
+
+_NAMING_PATIENCE = 8.0
+"""Seconds to wait for the control plane to name the culprit of a broken collective."""
+
+
+class Channel(abc.ABC):
+    """Blocking collectives for one thread. All of them work in place on contiguous tensors."""
+
+    def __init__(self, name: str, rank: int, world_size: int, alarm: Alarm, timeout: float) -> None:
+        self.name = name
+        self.rank = rank
+        self.world_size = world_size
+        self.alarm = alarm
+        self.timeout = timeout
+
+    @abc.abstractmethod
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over all ranks."""
+
+    @abc.abstractmethod
+    def broadcast_(self, tensor: Tensor, root: int) -> None:
+        """Replace the tensor by the root's."""
+
+    @abc.abstractmethod
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors of one shape, stacked along a new first dimension."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum_(torch.zeros(1))
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Any picklable object of the root, on all ranks."""
+        payload = bytearray(pickle.dumps(value)) if self.rank == root else bytearray()
+        size = torch.tensor([len(payload)])
+        self.broadcast_(size, root)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == root:
+            data.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+        self.broadcast_(data, root)
+        return value if self.rank == root else pickle.loads(data.numpy().tobytes())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's object, in rank order."""
+        return [self.broadcast_object(value, root) for root in range(self.world_size)]
+
+    def late(self) -> RunError:
+        """The error of an operation that did not end in time."""
+        return RoundTimeoutError(
+            f"rank {self.rank}: not every rank joined the collective '{self.name}' within "
+            f"{self.timeout:g} s; raise `timeout` if a rank may really take that long"
+        )
+
+    def broken(self, error: Exception) -> RunError:
+        """The error of an operation that failed: the named culprit, if the control plane knows it."""
+        if self.alarm.wait(_NAMING_PATIENCE) and self.alarm.error is not None:
+            return self.alarm.error
+        return RunError(f"rank {self.rank}: the collective '{self.name}' failed: {error}")
+
+
+class Backend(abc.ABC):
+    """A job's membership."""
+
+    name: str
+
+    def __init__(self, rank: int, world_size: int, alarm: Alarm, timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.alarm = alarm
+        self.timeout = timeout
+
+    @abc.abstractmethod
+    def channel(self, name: str) -> Channel:
+        """Open a channel; a collective operation itself."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Leave without the others, after a failure, so that they notice at once."""
+
+
+def horovod_launched() -> bool:
+    """Was this process started by horovodrun?"""
+    return "HOROVOD_RANK" in os.environ and "HOROVOD_SIZE" in os.environ
+
+
+def horovod_installed() -> bool:
+    """Is there a Horovod to import? (It is not imported for the answer.)"""
+    return importlib.util.find_spec("horovod") is not None
+
+
+def choose_backend(name: BackendName) -> Literal["horovod", "torch"]:
+    """The backend to use; 'auto' goes by how the process was launched."""
+    if name not in ("auto", "horovod", "torch"):
+        raise BackendError(f"backend={name!r} is unknown; choose 'auto', 'horovod' or 'torch'")
+    if name == "horovod" and not horovod_installed():
+        raise BackendError(
+            "backend='horovod', but Horovod is not installed; run `lightning-dsgd install-horovod`, "
+            "or use backend='torch'"
+        )
+    if name == "horovod" and not horovod_launched():
+        raise BackendError(
+            "backend='horovod', but this process was not started by horovodrun; launch with "
+            "`horovodrun -np N python train.py`, or use backend='torch'"
+        )
+    if name == "auto":
+        return "horovod" if horovod_launched() and horovod_installed() else "torch"
+    return name
+
+
+def connect(
+    name: Literal["horovod", "torch"],
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    device: torch.device,
+    alarm: Alarm,
+    timeout: float,
+) -> Backend:
+    """Join the job with the backend of that name."""
+    if name == "horovod":
+        from lightning_dsgd.backends.on_horovod import HorovodBackend
+
+        return HorovodBackend(rank, world_size, alarm, timeout)
+    from lightning_dsgd.backends.on_torch import TorchBackend
+
+    return TorchBackend(rank, world_size, address, port, device, alarm, timeout)

@@ -1,0 +1,131 @@
+"""Collectives on torch.distributed's process groups, built directly on a store.
+
+The default group stays uninitialised: with it, Lightning would broadcast a flag from rank 0 on every
+batch and so tie all ranks to rank 0's pace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd.alarm import Alarm
+from lightning_dsgd.backends import Backend, Channel
+
+_JOBS = itertools.count()
+_abandoned: list[object] = []
+"""Groups with an operation that never ended: their destructor would wait for it."""
+
+
+class TorchBackend(Backend):
+    """One store per job; one process group per channel."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        port: int,
+        device: torch.device,
+        alarm: Alarm,
+        timeout: float,
+    ) -> None:
+        super().__init__(rank, world_size, alarm, timeout)
+        self._on_gpu = device.type == "cuda" and dist.is_nccl_available()
+        store = _store(address, port, rank, world_size, timeout)
+        self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
+        self._groups: list[Any] = []
+
+    def channel(self, name: str) -> Channel:
+        store = dist.PrefixStore(f"{name}-{len(self._groups)}", self._store)
+        group: Any
+        if self._on_gpu:
+            group = dist.ProcessGroupNCCL(store, self.rank, self.world_size)
+        else:
+            limit = timedelta(seconds=self.timeout)
+            group = dist.ProcessGroupGloo(store, self.rank, self.world_size, limit)
+        self._groups.append(group)
+        return TorchChannel(name, group, self)
+
+    def abandon(self) -> None:
+        _abandoned.extend(self._groups)
+
+
+class TorchChannel(Channel):
+    """A process group whose waits can be interrupted."""
+
+    def __init__(self, name: str, group: Any, backend: TorchBackend) -> None:
+        super().__init__(name, backend.rank, backend.world_size, backend.alarm, backend.timeout)
+        self.group = group
+        self.stream = torch.cuda.Stream() if backend._on_gpu else None
+
+    def sum_(self, tensor: Tensor) -> None:
+        self._finish(lambda: self.group.allreduce([tensor]))
+
+    def broadcast_(self, tensor: Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._finish(lambda: self.group.broadcast([tensor], options))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        self._finish(lambda: self.group.allgather([list(out.unbind(0))], [tensor]))
+        return out
+
+    def _finish(self, start: Any) -> None:
+        self.alarm.check()
+        with torch.cuda.stream(self.stream):
+            try:
+                self._wait(start())
+            except RuntimeError as error:
+                if error is self.alarm.error:
+                    raise
+                raise self.broken(error) from error
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _wait(self, work: Any) -> None:
+        """Sleep until the operation ends or the alarm rings: the group's own thread wakes us."""
+        woken, ended = threading.Event(), threading.Event()
+
+        def end(_: object) -> None:
+            ended.set()
+            woken.set()
+
+        work.get_future().add_done_callback(end)
+        self.alarm.listen(woken.set)
+        woken.wait(self.timeout)
+        self.alarm.forget(woken.set)
+        if ended.is_set():
+            work.wait()  # done in a moment, if not already: raises what went wrong
+            return
+        _abandoned.append(work)
+        self.alarm.check()
+        self.alarm.ring(self.late())
+        self.alarm.check()
+
+
+def _store(address: str, port: int, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """The launcher's store under torchrun; otherwise one that rank 0 opens."""
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=max(timeout, 60.0))
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=rank == 0 and not hosted,
+        timeout=limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store)

@@ -1,0 +1,272 @@
+"""Rank 0's coordinator: one thread that feeds announcements to the policy and sends out its decisions.
+
+The thread `dsgd-coordinator` owns the ROUTER socket, its monitor, the policy, the tally and the trace;
+nobody else touches them while it runs. Every rank has three sockets here, one per thread of its own:
+`main` (announces), `rounds` (receives decisions) and `life` (receives the end of the run; its
+connection is the rank's sign of life).
+
+The port is closed to strangers: CURVE encrypts, the server's key travels over the collective backend
+only, and what does not speak it is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from lightning_dsgd.policy import RoundsPolicy
+from lightning_dsgd.protocol import (
+    Abort,
+    Applied,
+    Contribution,
+    Decision,
+    Event,
+    Failed,
+    Goodbye,
+    Hello,
+    Held,
+    Joined,
+    Left,
+    Message,
+    Note,
+    Passed,
+    Round,
+    Segment,
+    Tick,
+    Welcome,
+    decode_upward,
+    encode,
+)
+from lightning_dsgd.tally import Tally
+from lightning_dsgd.trace import TraceWriter
+
+ROLES = ("main", "rounds", "life")
+_EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick)
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_LONGEST_NAP_MS = 500
+
+
+def identity(rank: int, role: str) -> bytes:
+    """The name of one socket of one rank."""
+    return f"{rank}/{role}".encode()
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What a rank needs to connect; it travels over the collective backend."""
+
+    endpoint: str
+    key: bytes
+    timeout: float
+
+
+class Coordinator:
+    """Start it with `start`, end it with `stop`; in between it is a thread of its own."""
+
+    def __init__(
+        self,
+        policy: RoundsPolicy,
+        workers: int,
+        address: str,
+        *,
+        timeout: float,
+        trace: TraceWriter | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self.policy = policy
+        self.tally = Tally(workers)
+        self._workers = workers
+        self._timeout = timeout
+        self._trace = trace
+        self._warn = warn
+        self._context = zmq.Context()
+        self._socket, key = self._open()
+        port = self._socket.bind_to_random_port(f"tcp://{address}")
+        self.ticket = Ticket(f"tcp://{address}:{port}", key, timeout)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        self._greeted: set[bytes] = set()
+        self._gone: set[int] = set()
+        self._lifelines: dict[int, int] = {}
+        self._aborted = False
+        self._waiting_since: float | None = None
+        self._began = time.monotonic()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dsgd-coordinator", daemon=True)
+
+    def _open(self) -> tuple[zmq.Socket[bytes], bytes]:
+        public, secret = zmq.curve_keypair()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_secretkey = secret
+        socket.linger = 1000
+        set_heartbeat(socket, self._timeout)
+        return socket, public
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the port; the tally and the policy stay readable."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+        if self._trace is not None:
+            self._trace.close()
+
+    # ----------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        try:
+            while not self._stopping.is_set():
+                ready = dict(poller.poll(self._nap_ms()))
+                if self._monitor in ready:
+                    self._connection_event()
+                if self._socket in ready:
+                    self._drain()
+                self._look_at_the_clock()
+        except Exception as error:
+            self._abort(None, f"the coordinator failed: {type(error).__name__}: {error}")
+            raise
+
+    def _drain(self) -> None:
+        for _ in range(64):  # then look at the clock and the connections again
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._message(name, frames)
+
+    def _message(self, name: zmq.Frame, frames: list[zmq.Frame]) -> None:
+        try:
+            (body,) = frames
+            message = decode_upward(body.buffer)
+        except (ValueError, msgspec.MsgspecError):
+            self.tally.foreign += 1
+            return
+        if not self._is_from(message, name.bytes):
+            self.tally.foreign += 1
+        elif isinstance(message, _EVENTS):
+            self._event(message)
+        else:
+            self._note(message, name)
+
+    def _is_from(self, message: Message, name: bytes) -> bool:
+        """A rank speaks for itself alone, and only ranks of this run speak."""
+        rank_text, _, role = name.decode(errors="replace").partition("/")
+        if role not in ROLES or not rank_text.isdigit() or int(rank_text) >= self._workers:
+            return False
+        return getattr(message, "worker", int(rank_text)) == int(rank_text)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _event(self, event: Event) -> None:
+        now = self._now()
+        self.tally.event(event)
+        if self._trace is not None:
+            self._trace.event(now, event)
+        decisions = self.policy.handle(event, now)
+        if isinstance(event, Contribution) and self._waiting_since is None:
+            self._waiting_since = now
+        self._publish(decisions, now)
+
+    def _publish(self, decisions: Iterable[Decision], now: float) -> None:
+        for decision in decisions:
+            self.tally.decision(decision)
+            if self._trace is not None:
+                self._trace.decision(now, decision)
+            if isinstance(decision, Round):
+                self._waiting_since = None
+            if isinstance(decision, Held):
+                self._warn(f"round {decision.number} waits: {decision.reason} (max_lag)")
+            elif isinstance(decision, (Round, Passed)):
+                self._send_all("rounds", decision)
+            else:
+                worker = getattr(decision, "worker", None)
+                if worker is not None:
+                    self._socket.send_multipart([identity(worker, "rounds"), encode(decision)])
+
+    def _send_all(self, role: str, message: Message) -> None:
+        body = encode(message)
+        for rank in range(self._workers):
+            self._socket.send_multipart([identity(rank, role), body])
+
+    # -------------------------------------------------------------- coming and going
+
+    def _note(self, note: Note, name: zmq.Frame) -> None:
+        if isinstance(note, Hello):
+            self._hello(note.worker, name)
+        elif isinstance(note, Goodbye):
+            self._gone.add(note.worker)
+        elif isinstance(note, Failed):
+            self._gone.add(note.worker)
+            self._abort(note.worker, f"rank {note.worker} failed: {note.error}")
+
+    def _hello(self, worker: int, name: zmq.Frame) -> None:
+        self._greeted.add(name.bytes)
+        if name.bytes == identity(worker, "life"):
+            self._lifelines[name.get(zmq.SRCFD)] = worker
+        if len(self._greeted) == self._workers * len(ROLES):
+            self._send_all("main", Welcome())
+
+    def _connection_event(self) -> None:
+        event = parse_monitor_message(self._monitor.recv_multipart())
+        if event["event"] & _REFUSED:
+            self.tally.foreign += 1
+            return
+        worker = self._lifelines.pop(event["value"], None)
+        if worker is not None and worker not in self._gone:
+            self._gone.add(worker)
+            self._abort(
+                worker, f"rank {worker} is lost: its process has ended or no longer answers"
+            )
+
+    def _abort(self, worker: int | None, reason: str) -> None:
+        if self._aborted:
+            return
+        self._aborted = True
+        self._send_all("life", Abort(worker, reason))
+
+    # ------------------------------------------------------------------------ time
+
+    def _nap_ms(self) -> float:
+        deadline = self.policy.deadline()
+        if deadline is None:
+            return _LONGEST_NAP_MS
+        return max(0.0, min(_LONGEST_NAP_MS, (deadline - self._now()) * 1000 + 0.5))
+
+    def _look_at_the_clock(self) -> None:
+        now = self._now()
+        deadline = self.policy.deadline()
+        if deadline is not None and now >= deadline:
+            self._event(Tick())
+        waiting = self._waiting_since
+        if waiting is None or self.policy.version >= self.policy.last:
+            return
+        if now - waiting > self._timeout:
+            names = ", ".join(str(rank) for rank in self.policy.missing())
+            number = self.policy.version + 1
+            text = f"update {number} has waited {self._timeout:g} s (timeout) for rank {names}"
+            self._abort(None, text)
+
+
+def set_heartbeat(socket: zmq.Socket[bytes], timeout: float) -> None:
+    """Close the connection of a peer that has not answered for `timeout` seconds."""
+    socket.heartbeat_ivl = max(100, int(timeout * 1000 / 4))
+    socket.heartbeat_timeout = int(timeout * 1000)

@@ -1,0 +1,86 @@
+"""A model's gradients as flat buffers, one per dtype, with `.grad` as views into them.
+
+Backward writes straight into the buffer that the collective sends; a result is handed to the optimizer
+by pointing `.grad` at it. Nothing is copied on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+Flat = list[Tensor]
+"""One buffer per dtype."""
+
+
+class FlatLayout:
+    """Where each parameter lies in the flat buffers."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._groups = groups
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one gradient."""
+        return sum(p.numel() * p.element_size() for p in self.parameters)
+
+    def zeros(self) -> Flat:
+        """Fresh buffers, all zero."""
+        return [
+            torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
+            for (dtype, device), members in self._groups.items()
+        ]
+
+    def views(self, flat: Flat) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of the buffers, shaped like it."""
+        pairs: list[tuple[nn.Parameter, Tensor]] = []
+        for buffer, members in zip(flat, self._groups.values(), strict=True):
+            parts = buffer.split([p.numel() for p in members])
+            pairs.extend((p, part.view_as(p)) for p, part in zip(members, parts, strict=True))
+        return pairs
+
+
+class FlatGradients:
+    """Points the parameters' `.grad` at one set of buffers or another."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.layout = layout
+        self._views: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    def attach(self, flat: Flat) -> None:
+        """From now on `.grad` is this memory."""
+        views = self._views.get(id(flat))
+        if views is None or views[0][1]._base is not flat[0]:
+            if len(self._views) > 256:
+                self._views.clear()
+            views = self._views[id(flat)] = self.layout.views(flat)
+        for parameter, view in views:
+            parameter.grad = view
+
+
+class FlatPool:
+    """Recycles buffers, so that a run allocates only as many as were ever in use at once."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self._layout = layout
+        self._free: list[Flat] = []
+
+    def zeroed(self) -> Flat:
+        """Buffers full of zeros."""
+        try:
+            flat = self._free.pop()
+        except IndexError:
+            return self._layout.zeros()
+        for buffer in flat:
+            buffer.zero_()
+        return flat
+
+    def give_back(self, flat: Flat) -> None:
+        """These are not needed any more."""
+        self._free.append(flat)

@@ -1,0 +1,175 @@
+"""A policy is an algorithm's round-making rule as a pure state machine: events in, decisions out.
+
+It knows no clock (`now` is an argument), no I/O, no global randomness, no tensors. The coordinator of
+a real run and the simulator drive the very same objects, and a recorded list of events, fed to a fresh
+policy, gives the same decisions again.
+
+What all of them share lives here: the version, who is present, how far each replica has come, and the
+two reasons for which a complete round must wait (the segment is over; a replica's queue is full).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning_dsgd.protocol import (
+    Applied,
+    Contribution,
+    Decision,
+    Dropped,
+    Event,
+    Held,
+    Joined,
+    Left,
+    Round,
+    Segment,
+    Tick,
+)
+
+NOTHING: Sequence[Decision] = ()
+
+
+class RoundsPolicy(abc.ABC):
+    """Rules, in the order in which they are applied:
+
+    1. A contribution is judged when it arrives: dropped at once, or kept until a round takes it.
+    2. Whenever anything changes, rounds are formed for as long as one is complete.
+    3. A complete round still waits while its number lies beyond the segment, or while a replica is
+       `max_lag` versions behind.
+    """
+
+    def __init__(self, workers: int, *, version: int = 0, max_lag: int = 64) -> None:
+        self.version = version
+        self.present = set(range(workers))
+        self.last = version
+        self.max_lag = max_lag
+        self._applied = dict.fromkeys(range(workers), version)
+        self._slowest = version
+        self._held_at = -1
+
+    # ------------------------------------------------------------------- one door
+
+    def handle(self, event: Event, now: float) -> Sequence[Decision]:
+        """Take one event in and give back what it decides."""
+        kind = type(event)
+        if kind is Contribution:
+            return self._contribution(event, now)  # type: ignore[arg-type]  # narrowed by kind
+        if kind is Tick:
+            return self._rounds(now)
+        if isinstance(event, Applied):
+            self._applied[event.worker] = max(self._applied.get(event.worker, 0), event.version)
+        elif isinstance(event, Segment):
+            self.last = event.last
+        elif isinstance(event, Joined):
+            self.present.add(event.worker)
+            self._applied[event.worker] = self.version
+            self._joined(event.worker, now)
+        elif isinstance(event, Left):
+            return [*self._without(event.worker, now), *self._rounds(now)]
+        return self._rounds(now)
+
+    def _contribution(self, event: Contribution, now: float) -> Sequence[Decision]:
+        applied = self._applied
+        if event.worker not in self.present:
+            return [Dropped(event.worker, event.seq, "its worker is not part of the run")]
+        if event.version > self.version:
+            return [Dropped(event.worker, event.seq, "it comes from a version not reached yet")]
+        if event.version > applied[event.worker]:
+            applied[event.worker] = event.version
+        refusal = self._accept(event, now)
+        if refusal is not None:
+            return [Dropped(event.worker, event.seq, refusal)]
+        return self._rounds(now)
+
+    def _without(self, worker: int, now: float) -> list[Decision]:
+        self.present.discard(worker)
+        self._applied.pop(worker, None)
+        return self._left(worker, now)
+
+    def _rounds(self, now: float) -> Sequence[Decision]:
+        if not self._complete(now):
+            return NOTHING
+        decisions: list[Decision] = []
+        while self._complete(now):
+            hold = self._hold()
+            if hold is not None:
+                decisions.extend(hold)
+                break
+            self.version += 1
+            decisions.extend(self._form(now))
+        return decisions
+
+    def _hold(self) -> Iterable[Decision] | None:
+        """None to go on; otherwise the round waits, and the first time it says for whom."""
+        number = self.version + 1
+        if number > self.last:
+            return NOTHING
+        if self.version - self._slowest < self.max_lag:
+            return None  # replicas only ever advance, so the old minimum still serves as a bound
+        laggard = min(self._applied, key=self._applied.__getitem__)
+        self._slowest = self._applied[laggard]
+        behind = self.version - self._slowest
+        if behind < self.max_lag:
+            return None
+        if self._held_at == number:
+            return NOTHING
+        self._held_at = number
+        return [Held(number, laggard, f"rank {laggard} is {behind} updates behind")]
+
+    # --------------------------------------------------- what an algorithm defines
+
+    @abc.abstractmethod
+    def _accept(self, event: Contribution, now: float) -> str | None:
+        """Keep the contribution, or say why it is dropped."""
+
+    @abc.abstractmethod
+    def _complete(self, now: float) -> bool:
+        """Is there a round to form?"""
+
+    @abc.abstractmethod
+    def _form(self, now: float) -> Sequence[Decision]:
+        """Make round `self.version` (already counted up) and what follows from it."""
+
+    def _left(self, worker: int, now: float) -> list[Decision]:
+        return []
+
+    def _joined(self, worker: int, now: float) -> None:
+        return
+
+    def deadline(self) -> float | None:
+        """When the policy wants a Tick even if nothing happens; None for never."""
+        return None
+
+    @abc.abstractmethod
+    def missing(self) -> tuple[int, ...]:
+        """Whom the next round waits for, for messages to the user."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take a checkpoint's state over."""
+
+
+def round_of(
+    number: int,
+    parts: Sequence[Contribution],
+    *,
+    k: int,
+    reason: str,
+    token: int | None = None,
+) -> Round:
+    """The decision that makes one update of these contributions."""
+    return Round(
+        number,
+        tuple([part.worker for part in parts]),
+        tuple([part.seq for part in parts]),
+        tuple([part.version for part in parts]),
+        tuple([part.batches for part in parts]),
+        k,
+        reason,
+        token,
+    )

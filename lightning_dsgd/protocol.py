@@ -1,0 +1,161 @@
+"""What travels between ranks, coordinator, policy and simulator: plain data, nothing that acts.
+
+*Events* go into a policy, *decisions* come out of it, *notes* belong to the control plane alone.
+All of them are immutable and encode to a few bytes of MessagePack or a line of JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of everything that is sent or recorded."""
+
+
+# --------------------------------------------------------------------------- events
+
+
+class Contribution(Message, frozen=True, tag=True):
+    """A worker has a gradient ready; the tensor itself stays with the worker."""
+
+    worker: int
+    seq: int
+    version: int
+    """Version of the parameters it was computed at (the oldest, if it sums several)."""
+    batches: int = 1
+    loss: float | None = None
+    seconds: float = 0.0
+    """Time spent computing it."""
+    exchange: float = 0.0
+    """Duration of the last collective this worker took part in."""
+
+
+class Applied(Message, frozen=True, tag=True):
+    """A worker's replica has reached a version."""
+
+    worker: int
+    version: int
+
+
+class Segment(Message, frozen=True, tag=True):
+    """Rounds up to number `last` may be decided: the end of the epoch or of the training."""
+
+    last: int
+
+
+class Joined(Message, frozen=True, tag=True):
+    """A worker has come; it takes part from now on."""
+
+    worker: int
+
+
+class Left(Message, frozen=True, tag=True):
+    """A worker is gone for good, with whatever it had announced."""
+
+    worker: int
+
+
+class Tick(Message, frozen=True, tag=True):
+    """Time has passed and nothing else happened."""
+
+
+Event = Union[Contribution, Applied, Segment, Joined, Left, Tick]
+
+
+# ------------------------------------------------------------------------ decisions
+
+
+class Round(Message, frozen=True, tag=True):
+    """Update `number` is made of these contributions, and takes the model to that version."""
+
+    number: int
+    workers: tuple[int, ...]
+    seqs: tuple[int, ...]
+    versions: tuple[int, ...]
+    batches: tuple[int, ...]
+    k: int
+    reason: str
+    token: int | None = None
+    """Whose turn is next, where there are turns."""
+
+    def staleness(self) -> tuple[int, ...]:
+        """Per contribution: how many updates the model was ahead of it."""
+        return tuple(self.number - 1 - version for version in self.versions)
+
+
+class Dropped(Message, frozen=True, tag=True):
+    """A contribution that no update will use."""
+
+    worker: int
+    seq: int
+    reason: str
+
+
+class KChanged(Message, frozen=True, tag=True):
+    """From the next round on, `k` contributions make an update."""
+
+    k: int
+    loss: float
+    reason: str
+
+
+class Held(Message, frozen=True, tag=True):
+    """Round `number` is ready but waits for a worker whose update queue is full."""
+
+    number: int
+    worker: int
+    reason: str
+
+
+class Passed(Message, frozen=True, tag=True):
+    """The token has gone past a worker that was too slow to use it."""
+
+    worker: int
+    token: int
+    reason: str
+
+
+Decision = Union[Round, Dropped, KChanged, Held, Passed]
+
+
+# ---------------------------------------------------------------------------- notes
+
+
+class Hello(Message, frozen=True, tag=True):
+    """A rank's socket is connected."""
+
+    worker: int
+
+
+class Failed(Message, frozen=True, tag=True):
+    """A rank has raised; its error in one line."""
+
+    worker: int
+    error: str
+
+
+class Goodbye(Message, frozen=True, tag=True):
+    """A rank has finished and will go; its silence is no fault from now on."""
+
+    worker: int
+
+
+class Welcome(Message, frozen=True, tag=True):
+    """The coordinator knows every socket of every rank: rounds can start."""
+
+
+class Abort(Message, frozen=True, tag=True):
+    """The run is over for everybody, and why."""
+
+    worker: int | None
+    reason: str
+
+
+Note = Union[Hello, Failed, Goodbye, Welcome, Abort]
+
+encode = msgspec.msgpack.Encoder().encode
+decode_upward = msgspec.msgpack.Decoder(Union[Event, Note]).decode
+decode_downward = msgspec.msgpack.Decoder(Union[Decision, Note]).decode

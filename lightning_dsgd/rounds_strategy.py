@@ -1,0 +1,496 @@
+"""The rounds exchange as a Lightning strategy: one Lightning iteration is one update of the model.
+
+So `global_step`, schedules, callbacks, limits and epochs follow the version, on every rank alike:
+
+- An iteration usually computes a gradient, contributes it, and ends with the next update.
+- A rank that has missed updates *replays*: its iteration takes no batch, computes nothing, and hands
+  the optimizer the gradient that the others have agreed on.
+- Where the algorithm lets a worker give several gradients to one update, the further mini-batches are
+  computed inside the same iteration.
+
+An algorithm says, in a few short methods, when a gradient is published and when more are computed.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dsgd.backends import BackendName
+from lightning_dsgd.control import Control
+from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.damping import Damping, DistanceDamping, scale_of
+from lightning_dsgd.data import RoundsLoader, agreed_length, local_length
+from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool
+from lightning_dsgd.monitor import CHECKPOINT_KEY, RoundsMonitor
+from lightning_dsgd.policy import RoundsPolicy
+from lightning_dsgd.protocol import Applied, Contribution, Round, Segment
+from lightning_dsgd.rounds import RoundsExchange, Update
+from lightning_dsgd.strategy import CollectiveStrategy
+from lightning_dsgd.tally import Tally
+from lightning_dsgd.trace import Header, TraceWriter
+from lightning_dsgd.worlds import Trainer
+
+_LOOK_AGAIN = 0.5
+"""Seconds after which a rank that waits for its turn looks at the clock anyway."""
+
+
+class Overtaken(Exception):
+    """Raised inside a backward pass whose gradient has become useless."""
+
+
+class RoundsStrategy(CollectiveStrategy):
+    """Base of every strategy on the rounds exchange."""
+
+    damping: Damping = "none"
+    damping_constant: float = 1.0
+    max_staleness: int | None = 0
+    divide_by_batches: bool = True
+
+    def __init__(
+        self,
+        *,
+        cancel_late: bool = False,
+        backend: BackendName = "auto",
+        timeout: float = 300.0,
+        max_lag: int = 64,
+        rounds_per_epoch: int | None = None,
+        trace: str | None = None,
+    ) -> None:
+        if max_lag < 1:
+            raise ConfigurationError(f"max_lag={max_lag} must be at least 1")
+        if rounds_per_epoch is not None and rounds_per_epoch < 1:
+            raise ConfigurationError(f"rounds_per_epoch={rounds_per_epoch} must be at least 1")
+        super().__init__(backend=backend, timeout=timeout)
+        self.cancel_late = cancel_late
+        self.max_lag = max_lag
+        self.rounds_per_epoch = rounds_per_epoch
+        self.trace = trace
+        self.tally: Tally | None = None
+        """Rank 0's count of who gave what; kept after training."""
+        self.last_round: Round | None = None
+        self.policy_state: dict[str, Any] = {}
+        self._coordinator: Coordinator | None = None
+        self._control: Control | None = None
+        self._exchange: RoundsExchange | None = None
+        self._loader: RoundsLoader | None = None
+        self._replaying = False
+        self._stepping = False
+        self._fresh = True
+        self._abandon = False
+
+    # ------------------------------------------------------- what an algorithm defines
+
+    @abc.abstractmethod
+    def make_policy(self, arguments: dict[str, Any]) -> RoundsPolicy:
+        """The rule by which rounds are made, from `policy_arguments`."""
+
+    def policy_arguments(self) -> dict[str, Any]:
+        """The policy's constructor arguments; a trace keeps them, to make the same policy again."""
+        return {"workers": self.world_size, "version": self.version, "max_lag": self.max_lag}
+
+    def gradients_per_round(self) -> int:
+        """How many gradients an update usually holds: sets the number of updates in an epoch."""
+        return self.world_size
+
+    def may_start(self) -> bool:
+        """May this rank begin a gradient at the present version?"""
+        return True
+
+    def may_compute_more(self) -> bool:
+        """May it begin a further one before the next update is there?"""
+        return False
+
+    def should_publish(self) -> bool:
+        """At a mini-batch boundary: announce what has been accumulated?"""
+        return True
+
+    def initial_token(self, policy_state: dict[str, Any]) -> int | None:
+        """Whose turn is first, where there are turns."""
+        return None
+
+    # ------------------------------------------------------------------ start and end
+
+    @property
+    def outstanding(self) -> int:
+        """Own contributions that no update has used or dropped yet."""
+        assert self._exchange is not None
+        return self._exchange.outstanding
+
+    @property
+    def version(self) -> int:
+        """The number of updates this replica has applied."""
+        assert self.lightning_module is not None
+        return int(self.lightning_module.trainer.global_step)
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        module = self.lightning_module
+        if trainer.state.fn == "fit" and module is not None and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs automatic optimization; remove "
+                "`automatic_optimization = False` from the module"
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        if len(self.optimizers) != 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} works with one optimizer and the module configures "
+                f"{len(self.optimizers)}; put all parameters into one optimizer's groups"
+            )
+        if isinstance(self.optimizers[0], torch.optim.LBFGS):
+            raise ConfigurationError("LBFGS evaluates the loss several times per update; use another")
+        if not any(isinstance(callback, RoundsMonitor) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, RoundsMonitor())
+
+    def start_rounds(self, trainer: Trainer) -> None:
+        """Connect the control plane and start the communication thread; collective."""
+        assert self._backend is not None and self._main is not None and self.model is not None
+        layout = FlatLayout(self.model.parameters())
+        if not layout.parameters:
+            raise ConfigurationError("the model has no parameter to train")
+        self._gradients = FlatGradients(layout)
+        self._pool = FlatPool(layout)
+        self._accumulated = self._pool.zeroed()
+        self._accumulated_batches = 0
+        self._applied_flat: list[Tensor] | None = None
+        self._distance = self._make_distance_damping(layout)
+        self._hooks = self._install_cancel_hooks(layout) if self.cancel_late else []
+        address = self.control_address()
+        self.policy_state = self._main.broadcast_object(self.policy_state)
+        ticket = None
+        if self.is_global_zero:
+            self._coordinator = self._make_coordinator(address, layout.nbytes)
+            self._coordinator.start()
+            ticket = self._coordinator.ticket
+        ticket = self._main.broadcast_object(ticket)
+        self._control = Control(ticket, self.global_rank, self.alarm)
+        self._exchange = RoundsExchange(
+            self._backend.channel("rounds"),
+            self._control,
+            self._pool,
+            scale=scale_of(self.damping),
+            divide=self.divide_by_batches,
+            version=self.version,
+            token=self.initial_token(self.policy_state),
+        )
+        self._control.await_welcome()
+
+    def _make_distance_damping(self, layout: FlatLayout) -> DistanceDamping | None:
+        if self.damping != "distance":
+            return None
+        assert self.max_staleness is not None
+        return DistanceDamping(layout, self.damping_constant, self.max_staleness)
+
+    def round_values(self) -> dict[str, float]:
+        """The latest update in numbers, for loggers."""
+        assert self.last_round is not None
+        staleness = self.last_round.staleness()
+        return {
+            "k": float(self.last_round.k),
+            "workers": float(len(set(self.last_round.workers))),
+            "batches": float(sum(self.last_round.batches)),
+            "staleness": sum(staleness) / len(staleness),
+        }
+
+    def _make_coordinator(self, address: str, nbytes: int) -> Coordinator:
+        arguments = self.policy_arguments()
+        policy = self.make_policy(arguments)
+        if self.policy_state:
+            policy.restore(self.policy_state)
+        writer = None
+        if self.trace is not None:
+            kind = type(policy)
+            writer = TraceWriter(
+                self.trace,
+                Header(
+                    policy=f"{kind.__module__}:{kind.__qualname__}",
+                    arguments=arguments,
+                    strategy=self.strategy_name,
+                    workers=self.world_size,
+                    bytes=nbytes,
+                    start=policy.version,
+                    state=dict(self.policy_state),
+                ),
+            )
+        coordinator = Coordinator(
+            policy, self.world_size, address, timeout=self.timeout, trace=writer, warn=_warn
+        )
+        self.tally = coordinator.tally
+        return coordinator
+
+    def finish_rounds(self) -> None:
+        """After the last update: say goodbye together, then end the threads."""
+        if self._control is None:
+            return
+        assert self._main is not None
+        self._main.barrier()
+        self._control.leave()
+        self._main.barrier()
+        self._close_rounds()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._control is not None:
+            ours = not isinstance(exception, RunError)
+            self._control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
+            if self.is_global_zero:
+                time.sleep(0.3)  # the coordinator's word must be out before its port closes
+        super().on_exception(exception)
+        if self._control is not None:
+            # the communication thread must leave its collective before its socket is closed
+            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
+            self._close_rounds()
+
+    def _close_rounds(self) -> None:
+        exchange, control, coordinator = self._exchange, self._control, self._coordinator
+        self._exchange = self._control = self._coordinator = None
+        if exchange is not None:
+            exchange.close()
+        if control is not None:
+            control.close()
+        if coordinator is not None:
+            self.policy_state = coordinator.policy.state()
+            coordinator.stop()
+        for hook in getattr(self, "_hooks", []):
+            hook.remove()
+
+    def snapshot_policy(self) -> dict[str, Any]:
+        """The policy's state for a checkpoint; rank 0 alone knows it, and it alone writes."""
+        if self._coordinator is not None:
+            return self._coordinator.policy.state()
+        return self.policy_state
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._exchange is not None:
+            self.average_buffers()
+        return super().lightning_module_state_dict()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        saved = checkpoint.get(CHECKPOINT_KEY, {})
+        if saved.get("strategy") == self.strategy_name:
+            self.policy_state = saved["policy"]
+        return checkpoint
+
+    # --------------------------------------------------------------------------- data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        if self._loader is not None and self._loader.loader is not dataloader:
+            self._loader = None
+        accumulate = trainer.accumulate_grad_batches
+        length = self._rounds(dataloader, trainer) * accumulate
+        self._loader = RoundsLoader(dataloader, length, self)
+        return self._loader
+
+    def _rounds(self, dataloader: object, trainer: Trainer) -> int:
+        """Updates per epoch: as many as use each rank's batches once, all ranks together."""
+        if self.rounds_per_epoch is not None:
+            return self.rounds_per_epoch
+        assert self._main is not None
+        limit = trainer.limit_train_batches
+        mine = local_length(dataloader, limit)
+        length = agreed_length(self._main.gather_objects(mine))
+        updates = math.ceil(length / trainer.accumulate_grad_batches)
+        return math.ceil(updates * self.world_size / self.gradients_per_round())
+
+    # ------------------------------------------------------------- one iteration's turn
+
+    def begin_epoch(self) -> None:
+        """Rounds up to the end of this epoch, or of the training, may be decided; rank 0 says so."""
+        assert self.lightning_module is not None and self._control is not None
+        trainer = self.lightning_module.trainer
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        left = math.ceil((int(trainer.fit_loop.max_batches) - done) / trainer.accumulate_grad_batches)
+        self.segment_last = self.version + left
+        if trainer.max_steps is not None and trainer.max_steps >= 0:
+            self.segment_last = min(self.segment_last, trainer.max_steps)
+        if self.is_global_zero:
+            self._control.announce(Segment(self.segment_last))
+
+    def begin_iteration(self) -> bool:
+        """At a group's first batch, decide what the coming update needs from this rank."""
+        assert self._exchange is not None
+        if self._fresh:
+            self._fresh = False
+            self._abandon = False
+            self._replaying = self._exchange.decided or not self.may_start()
+            self._computed_at = self.version
+            self._turn_began = time.monotonic()
+        return not (self._replaying or self._abandon)
+
+    @property
+    def _idle(self) -> bool:
+        return self._replaying or self._abandon
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._idle:
+            return torch.zeros((), requires_grad=True)
+        self._call_minibatch_start()
+        return super().training_step(*args, **kwargs)
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not self._idle:
+            self._gradients.attach(self._accumulated)
+            self._guarded_backward(closure_loss, optimizer, *args, **kwargs)
+        if self._stepping:
+            self._end_turn(float(closure_loss.detach()))
+        return closure_loss.detach()
+
+    def _guarded_backward(self, loss: Tensor, optimizer: Optimizer | None, *rest: Any, **kw: Any) -> None:
+        try:
+            super().backward(loss, optimizer, *rest, **kw)
+        except Overtaken:
+            self._abandon = True
+
+    def _end_turn(self, loss: float) -> None:
+        """Contribute, go on computing while the algorithm wants it, and take the next update."""
+        exchange = self._exchange
+        assert exchange is not None
+        if not self._idle:
+            self._minibatch_done(loss)
+        while not exchange.decided and self.may_compute_more():
+            self._extra_minibatch()
+        if self._abandon:  # half a gradient: nothing to keep
+            for buffer in self._accumulated:
+                buffer.zero_()
+        while self._accumulated_batches and not exchange.decided:
+            if self.should_publish():
+                self._publish()
+            else:
+                exchange.wait(_LOOK_AGAIN)
+        self._adopt(exchange.take(self.timeout * 2))
+
+    def _minibatch_done(self, loss: float) -> None:
+        if self._accumulated_batches == 0:
+            self._oldest = self._computed_at
+        self._accumulated_batches += 1
+        self._loss = loss * self._loss_scale()
+        if self.should_publish():
+            self._publish()
+
+    def _loss_scale(self) -> int:
+        """Lightning divides the loss by the batches it accumulates over."""
+        assert self.lightning_module is not None
+        return int(self.lightning_module.trainer.accumulate_grad_batches)
+
+    def _publish(self) -> None:
+        assert self._exchange is not None
+        contribution = Contribution(
+            worker=self.global_rank,
+            seq=0,
+            version=self._oldest,
+            batches=self._accumulated_batches,
+            loss=self._loss,
+            seconds=time.monotonic() - self._turn_began,
+        )
+        self._exchange.publish(self._accumulated, contribution)
+        self._accumulated = self._pool.zeroed()
+        self._accumulated_batches = 0
+        self._turn_began = time.monotonic()
+
+    def _extra_minibatch(self) -> None:
+        """One more gradient of this rank within the same iteration, as Lightning would compute it."""
+        module, loader = self.lightning_module, self._loader
+        assert module is not None and loader is not None
+        trainer = module.trainer
+        self._abandon = False
+        self._computed_at = self.version
+        loss = 0.0
+        for _ in range(trainer.accumulate_grad_batches):
+            self._call_minibatch_start()
+            output = self._step_on(loader.take(), trainer)
+            part = output["loss"] if isinstance(output, dict) else output
+            scaled = part / trainer.accumulate_grad_batches
+            self._gradients.attach(self._accumulated)
+            self._guarded_backward(scaled, self.optimizers[0])
+            if self._abandon:
+                return
+            loss = float(scaled.detach())
+        self._minibatch_done(loss)
+
+    def _step_on(self, batch: Any, trainer: Trainer) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self.batch_to_device(batch, dataloader_idx=0)
+        before = module._current_fx_name
+        module._current_fx_name = "training_step"
+        takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        arguments = (batch, trainer.fit_loop.epoch_loop.batch_idx) if takes_index else (batch,)
+        with torch.enable_grad():
+            output = super().training_step(*arguments)
+        module._current_fx_name = before
+        return output
+
+    def _call_minibatch_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            start = getattr(callback, "on_minibatch_start", None)
+            if start is not None:
+                start(trainer, self.lightning_module)
+
+    def _adopt(self, update: Update) -> None:
+        """Hand the agreed gradient to the optimizer: `.grad` now is the update's memory."""
+        assert update.round.number == self.version + 1, "updates come in order"
+        if self._distance is not None:
+            self._distance.apply(update, self.optimizers[0])
+        if self._applied_flat is not None:
+            self._pool.give_back(self._applied_flat)
+        self._applied_flat = update.gradient
+        self._gradients.attach(update.gradient)
+        self.last_round = update.round
+        self._fresh = True
+        if self._replaying and update.round.number % max(1, self.max_lag // 4) == 0:
+            assert self._control is not None
+            self._control.announce(Applied(self.global_rank, update.round.number))
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        self._stepping = True
+        try:
+            return self.precision_plugin.optimizer_step(
+                optimizer, model=model or self.lightning_module, closure=closure, **kwargs
+            )
+        finally:
+            self._stepping = False
+
+    # ---------------------------------------------------------------------- cancelling
+
+    def _install_cancel_hooks(self, layout: FlatLayout) -> list[Any]:
+        return [p.register_post_accumulate_grad_hook(self._cancel) for p in layout.parameters]
+
+    def _cancel(self, parameter: Tensor) -> None:
+        if self._exchange is not None and self._exchange.overtaken.is_set():
+            raise Overtaken
+
+    def sleep(self, seconds: float) -> None:
+        """A slowed worker's pause; ends early when cancelling, as computing would."""
+        if self.cancel_late and self._exchange is not None:
+            self._exchange.overtaken.wait(seconds)
+        else:
+            time.sleep(seconds)
+
+
+def _warn(text: str) -> None:
+    print(f"lightning-dsgd: {text}", flush=True)

@@ -1,0 +1,153 @@
+"""Slow workers on demand: a callback for demos, tests and benchmarks, and the simulator's model of them.
+
+    Stragglers(seed=1).slow(rank=3, factor=10)
+    Stragglers().exponential(0.1)                     # every rank, every mini-batch
+    Stragglers().pareto(alpha=2.5, minimum=0.01, ranks=[2, 3])
+    Stragglers().random_pair(seconds=0.2)             # two ranks at random in each step
+    Stragglers().recorded([0.1, 0.3, 0.1])            # these pauses, over and over
+
+From YAML the same rules are given as a list of mappings under `rules`. A slow worker is modelled by a
+sleep, so that several ranks on one machine do not slow each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_dsgd.distributions import ComputeTime, Constant, Empirical, Exponential, Pareto
+from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.worlds import Callback, LightningModule, Trainer
+
+_KINDS = ("slow", "exponential", "pareto", "random_pair", "recorded")
+
+
+class Stragglers(Callback):
+    """Pauses chosen ranks during each mini-batch. Rules add up; the order of calls does not matter.
+
+    Args:
+        rules: The rules as mappings, each with `kind` and that method's arguments, for example
+            `{kind: slow, rank: 3, factor: 10}`.
+        seed: Makes the pauses the same in every run.
+    """
+
+    def __init__(self, rules: list[dict[str, Any]] | None = None, seed: int = 0) -> None:
+        self.seed = seed
+        self.factors: dict[int, float] = {}
+        self.delays: list[tuple[tuple[int, ...] | None, ComputeTime]] = []
+        self.pairs: list[float] = []
+        self._step = 0
+        self._began: float | None = None
+        self._computed: float | None = None
+        self._generators: dict[int, np.random.Generator] = {}
+        for rule in rules or []:
+            self._add(dict(rule))
+
+    # ----------------------------------------------------------------------- rules
+
+    def slow(self, rank: int, factor: float = 1.0, seconds: float = 0.0) -> Stragglers:
+        """This rank takes `factor` times as long, and `seconds` more."""
+        if factor < 1.0 or seconds < 0.0:
+            raise ConfigurationError(
+                f"slow(factor={factor}, seconds={seconds}): a factor below 1 or a negative time "
+                "cannot be slept"
+            )
+        self.factors[rank] = self.factors.get(rank, 1.0) * factor
+        return self._delay([rank], Constant(seconds)) if seconds else self
+
+    def exponential(self, mean: float, ranks: Sequence[int] | None = None) -> Stragglers:
+        """An exponential pause of this mean."""
+        return self._delay(ranks, Exponential(mean))
+
+    def pareto(
+        self, alpha: float, minimum: float, ranks: Sequence[int] | None = None
+    ) -> Stragglers:
+        """A heavy-tailed pause."""
+        return self._delay(ranks, Pareto(alpha, minimum))
+
+    def random_pair(self, seconds: float) -> Stragglers:
+        """Two ranks, drawn anew for every mini-batch number, pause that long."""
+        self.pairs.append(seconds)
+        return self
+
+    def recorded(self, seconds: Sequence[float], ranks: Sequence[int] | None = None) -> Stragglers:
+        """These pauses, one after the other, then again from the first."""
+        if not len(seconds):
+            raise ConfigurationError("recorded() needs at least one pause")
+        return self._delay(ranks, Empirical(tuple(float(value) for value in seconds)))
+
+    def _delay(self, ranks: Sequence[int] | None, model: ComputeTime) -> Stragglers:
+        self.delays.append((None if ranks is None else tuple(ranks), model))
+        return self
+
+    def _add(self, rule: dict[str, Any]) -> None:
+        kind = rule.pop("kind", None)
+        if kind not in _KINDS:
+            raise ConfigurationError(f"Stragglers: kind={kind!r} is unknown; use {', '.join(_KINDS)}")
+        try:
+            getattr(self, kind)(**rule)
+        except TypeError as error:
+            raise ConfigurationError(f"Stragglers: rule {kind}: {error}") from None
+
+    # ----------------------------------------------------------------- what they do
+
+    def pause(self, rank: int, world_size: int, step: int, computed: float) -> float:
+        """Seconds this rank sleeps in mini-batch `step`, given what computing alone takes."""
+        rng = self._generator(rank)
+        pause = (self.factors.get(rank, 1.0) - 1.0) * computed
+        for ranks, model in self.delays:
+            if ranks is None or rank in ranks:
+                pause += self._one(model, rng, step)
+        for seconds in self.pairs:
+            if rank in self.pair(step, world_size):
+                pause += seconds
+        return pause
+
+    def pair(self, step: int, world_size: int) -> tuple[int, ...]:
+        """The two ranks of that step: every rank draws the same."""
+        rng = np.random.default_rng([self.seed, 1_000_003, step])
+        return tuple(int(r) for r in rng.choice(world_size, min(2, world_size), replace=False))
+
+    @staticmethod
+    def _one(model: ComputeTime, rng: np.random.Generator, step: int) -> float:
+        if isinstance(model, Empirical):
+            return float(model.seconds[step % len(model.seconds)])
+        return model.draw(rng)
+
+    def _generator(self, rank: int) -> np.random.Generator:
+        if rank not in self._generators:
+            self._generators[rank] = np.random.default_rng([self.seed, rank])
+        return self._generators[rank]
+
+    # ------------------------------------------------------------------- Lightning
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._began = time.perf_counter()
+
+    def on_minibatch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called by our strategies for every mini-batch, also where an iteration has several."""
+        self._began = time.perf_counter()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        if self._began is None:
+            return
+        forward = time.perf_counter() - self._began
+        computed = self._computed if self._computed is not None else 3 * forward
+        seconds = self.pause(trainer.global_rank, trainer.world_size, self._step, computed)
+        self._step += 1
+        before = time.perf_counter()
+        if seconds > 0:
+            getattr(trainer.strategy, "sleep", time.sleep)(seconds)
+        self._began += time.perf_counter() - before  # the pause itself is no computing
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._began is None:
+            return
+        now = time.perf_counter() - self._began
+        self._computed = now if self._computed is None else 0.8 * self._computed + 0.2 * now
+        self._began = None

@@ -1,0 +1,282 @@
+"""The shell that all strategies share: launch, devices, Lightning's own collectives, clean exits.
+
+No algorithm here. `torch.distributed`'s default group stays uninitialised.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dsgd.alarm import Alarm
+from lightning_dsgd.backends import (
+    Backend,
+    BackendName,
+    Channel,
+    choose_backend,
+    connect,
+    horovod_launched,
+)
+from lightning_dsgd.errors import BackendError, ConfigurationError
+from lightning_dsgd.launch import HorovodEnvironment, control_address, limit_threads
+from lightning_dsgd.worlds import ParallelStrategy, SubprocessLauncher, Trainer
+
+
+class CollectiveStrategy(ParallelStrategy):
+    """A Lightning strategy on our own collectives, for any launcher and both backends."""
+
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    strategy_name: ClassVar[str] = ""
+
+    def __init__(self, *, backend: BackendName = "auto", timeout: float = 300.0) -> None:
+        if not timeout > 0:
+            raise ConfigurationError(f"timeout={timeout} must be a positive number of seconds")
+        self.backend_name = choose_backend(backend)
+        if self.backend_name == "torch" and horovod_launched() and "MASTER_PORT" not in os.environ:
+            raise BackendError(
+                "under horovodrun, backend='torch' needs MASTER_ADDR and MASTER_PORT in the "
+                "environment; use backend='horovod', or launch with torchrun"
+            )
+        environment = HorovodEnvironment() if horovod_launched() else None
+        super().__init__(cluster_environment=environment)
+        self.timeout = float(timeout)
+        self.alarm = Alarm()
+        self._backend: Backend | None = None
+        self._main: Channel | None = None
+        self._num_nodes = 1
+
+    # ------------------------------------------------------------ ranks and devices
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        self._num_nodes = count
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host, as far as Lightning starts them."""
+        return len(self.parallel_devices) if self.parallel_devices else 1
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if devices[0].type == "cpu":
+            return devices[0]
+        if self.local_rank < len(devices):
+            return devices[self.local_rank]
+        return torch.device(devices[0].type, self.local_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment who we are, where it does not know already."""
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        if not environment.creates_processes_externally:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            environment.set_global_rank(rank)
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        from lightning_utilities.core.rank_zero import rank_zero_only
+
+        rank_zero_only.rank = environment.global_rank()
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None and not isinstance(environment, HorovodEnvironment):
+            self._launcher = SubprocessLauncher(environment, self.num_processes, self.num_nodes)
+
+    # ----------------------------------------------------------------- start and end
+
+    def check_world(self) -> None:
+        """Refuse a job this strategy cannot run in; the same on every rank, before it connects."""
+        if self.world_size < 2:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs at least 2 workers and this job has 1; launch with "
+                "`horovodrun -np N python train.py`, `torchrun --nproc-per-node N train.py` or "
+                "Trainer(devices=N)"
+            )
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.check_world()
+        if self._backend is not None:
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        if isinstance(environment, HorovodEnvironment):
+            limit_threads(environment.local_size())
+        self._backend = connect(
+            self.backend_name,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            address=environment.main_address,
+            port=environment.main_port,
+            device=self.root_device,
+            alarm=self.alarm,
+            timeout=self.timeout,
+        )
+        self._main = self._backend.channel("main")
+
+    def setup(self, trainer: Trainer) -> None:
+        self.check_trainer(trainer)
+        super().setup(trainer)
+        assert self.model is not None
+        self._same_start(self.model)
+        _connect_metrics(self.model, self)
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Refuse what would silently do nothing."""
+        if self._layer_sync is not None:
+            raise ConfigurationError(
+                "sync_batchnorm=True is not supported: normalisation statistics are averaged before "
+                "validation and checkpoints instead; leave it out"
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigurationError(
+                "precision='16-mixed' is not supported: its loss scale would differ between ranks; "
+                "use precision='bf16-mixed' or '32-true'"
+            )
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _same_start(self, model: nn.Module) -> None:
+        """All ranks begin with rank 0's weights and buffers."""
+        assert self._main is not None
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                copy = tensor.detach().contiguous()
+                self._main.broadcast_(copy, 0)
+                tensor.copy_(copy)
+
+    def average_buffers(self) -> None:
+        """The mean of all ranks' floating-point buffers, such as BatchNorm's statistics."""
+        assert self.model is not None and self._main is not None
+        with torch.no_grad():
+            for buffer in self.model.buffers():
+                if buffer.is_floating_point():
+                    mean = buffer.detach().double()
+                    self._main.sum_(mean)
+                    buffer.copy_(mean / self.world_size)
+
+    def control_address(self) -> str:
+        """Where rank 0's control plane listens."""
+        assert self._main is not None
+        return control_address(self._main.gather_objects(socket.gethostname()))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say why at once (a launcher may end us any moment), and let no stuck thread hold us."""
+        print(
+            f"lightning-dsgd: rank {self.global_rank} ends: {type(exception).__name__}: {exception}",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self._backend is not None and not isinstance(exception, ConfigurationError):
+            self._backend.abandon()
+            _exit_without_destructors()
+        super().on_exception(exception)
+
+    # ----------------------------------------------------- Lightning's own collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._main is not None:
+            self._main.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._main is None else self._main.broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._main is None:
+            return tensor
+        kind = _operation(reduce_op)
+        with torch.inference_mode(False), torch.no_grad():
+            if kind in ("min", "max"):
+                stacked = self._main.gather(tensor.detach().clone().contiguous())
+                return stacked.amin(0) if kind == "min" else stacked.amax(0)
+            exact = torch.float64 if not tensor.is_floating_point() else tensor.dtype
+            total = tensor.detach().to(exact, copy=True).contiguous()
+            self._main.sum_(total)
+            if kind == "mean":
+                total /= self.world_size
+        keep = tensor.is_floating_point() or kind == "mean"
+        return total.float() if not tensor.is_floating_point() and keep else total.to(tensor.dtype)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._main is None:
+            return tensor.unsqueeze(0)
+        if sync_grads and tensor.requires_grad:
+            return cast(Tensor, _GatherWithGradient.apply(tensor, self._main))
+        with torch.inference_mode(False), torch.no_grad():
+            return self._main.gather(tensor.detach().clone().contiguous())
+
+
+def _operation(reduce_op: Any) -> str:
+    name = "mean" if reduce_op is None else str(reduce_op).rsplit(".", 1)[-1].lower()
+    kind = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}.get(name)
+    if kind is None:
+        raise ConfigurationError(f"reduce_op={reduce_op!r} is unknown; use mean, sum, min or max")
+    return kind
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """Stacks all ranks' tensors; each rank's gradient is the sum over the ranks that used it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, channel: Channel) -> Tensor:
+        ctx.channel = channel
+        return channel.gather(tensor.detach().contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        ctx.channel.sum_(total)
+        return total[ctx.channel.rank], None
+
+
+def _connect_metrics(model: nn.Module, strategy: CollectiveStrategy) -> None:
+    """torchmetrics looks for torch.distributed's default group; show it our collectives instead."""
+    from torchmetrics import Metric
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        assert strategy._main is not None
+        return strategy._main.gather_objects(tensor.detach())
+
+    for module in model.modules():
+        if isinstance(module, Metric):
+            module.distributed_available_fn = lambda: strategy.is_distributed
+            module.dist_sync_fn = gather
+
+
+_exiting = False
+
+
+def _exit_without_destructors() -> None:
+    """After a failure a collective may never end, and its destructor would wait for it."""
+    global _exiting
+    if not _exiting:
+        _exiting = True
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""The algorithms, one per file: policy or mathematics, strategy class, paper."""
