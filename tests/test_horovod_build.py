@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -257,6 +258,29 @@ def test_the_build_does_not_inherit_the_flags_of_an_outer_make(
     assert env["MAKEFLAGS"] == "-j3"
     assert "MAKELEVEL" not in env
     assert env["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+
+
+def test_an_interrupt_takes_the_compilers_along(tmp_path: Path) -> None:
+    class Interrupted(command.Progress):
+        def show(self, line: str) -> None:
+            if line.isdigit():  # the grandchild's id: it is running
+                raise KeyboardInterrupt
+
+    log = tmp_path / "log"
+    script = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    with pytest.raises(KeyboardInterrupt):
+        command.run_logged(script, os.environ, log, Interrupted(io.StringIO()))
+    assert not alive(int(log.read_text()))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs, given a while to end; one that nobody reaped does not."""
+    for _ in range(200):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return False
+        time.sleep(0.05)
+    return True
 
 
 # --- progress and probes ------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Starts ranks as a user would, and reads what they left."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+LAUNCHERS = ("torchrun", "horovodrun")
+
+
+def command(launcher: str, ranks: int) -> list[str]:
+    """The launcher's command line, up to the program."""
+    if launcher == "torchrun":
+        return [str(BIN / "torchrun"), f"--nproc-per-node={ranks}", "--master-port=0"]
+    if launcher == "horovodrun":
+        return [str(BIN / "horovodrun"), "-np", str(ranks), str(BIN / "python")]
+    return [str(BIN / "python")]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """One thread per rank, our modules importable, the venv's tools first."""
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path, **extra}
+
+
+def launch(
+    launcher: str,
+    module: str,
+    names: list[str],
+    out: Path,
+    *,
+    ranks: int = 4,
+    timeout: float = 300.0,
+    **extra: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run scenarios of `tests.ranks.<module>`; a launch that hangs is killed and fails the test."""
+    out.mkdir(parents=True, exist_ok=True)
+    program = ["-m", "tests.ranks.run", module, str(out), *names]
+    process = subprocess.Popen(
+        [*command(launcher, ranks), *program],
+        cwd=ROOT,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        raise AssertionError(f"{launcher} {names} hung:\n{output[-8000:]}") from None
+    (out / "output.txt").write_text(output)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+
+
+def read(out: Path, name: str, ranks: int = 4) -> list[dict[str, Any]]:
+    """Every rank's outcome of one scenario, errors included."""
+    files = [out / f"{name}.{rank}.pickle" for rank in range(ranks)]
+    missing = [file.name for file in files if not file.exists()]
+    log = out / "output.txt"
+    tail = log.read_text()[-6000:] if log.exists() else ""
+    assert not missing, f"no outcome {missing}\n{tail}"
+    return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def results(out: Path, name: str, ranks: int = 4) -> list[Any]:
+    """Every rank's result; an error on any of them fails the test with its traceback."""
+    outcomes = read(out, name, ranks)
+    for number, outcome in enumerate(outcomes):
+        assert "result" in outcome, f"rank {number} of {name}:\n{outcome.get('traceback')}"
+    return [outcome["result"] for outcome in outcomes]

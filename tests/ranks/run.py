@@ -1,0 +1,47 @@
+"""Runs scenarios on one rank: `python -m tests.ranks.run MODULE OUT NAME...` under a launcher.
+
+Starting ranks costs seconds, so one launch serves many scenarios. Each leaves one file per rank, with
+what it returned or the error it raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def rank() -> int:
+    """This process's rank under any launcher."""
+    for name in ("HOROVOD_RANK", "RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0
+
+
+def outcome(function: Any, out: Path) -> dict[str, Any]:
+    """What the scenario gives back, or how it fails."""
+    try:
+        return {"result": function(out)}
+    except Exception as error:
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": traceback.format_exc(),
+        }
+
+
+def main() -> None:
+    module, out, *names = sys.argv[1:]
+    scenarios = importlib.import_module(f"tests.ranks.{module}")
+    for name in names:
+        result = outcome(getattr(scenarios, name), Path(out))
+        Path(out, f"{name}.{rank()}.pickle").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
