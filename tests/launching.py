@@ -17,7 +17,7 @@ LAUNCHERS = ("torchrun", "horovodrun")
 def command(launcher: str, ranks: int) -> list[str]:
     """The launcher's command line, up to the program."""
     if launcher == "torchrun":
-        return [str(BIN / "torchrun"), f"--nproc-per-node={ranks}", "--master-port=0"]
+        return [str(BIN / "torchrun"), f"--nproc-per-node={ranks}", "--standalone"]
     if launcher == "horovodrun":
         return [str(BIN / "horovodrun"), "-np", str(ranks), str(BIN / "python")]
     return [str(BIN / "python")]

@@ -1,0 +1,135 @@
+"""A small regression problem in float64, and the means to watch every version of its training."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dsgd import Stragglers
+
+LR, MOMENTUM = 0.05, 0.9
+BATCH = 4
+
+
+class Toy(pl.LightningModule):
+    """Six numbers in, three out."""
+
+    def __init__(self, lr: float = LR, momentum: float = MOMENTUM) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.lr, self.momentum = lr, momentum
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = nn.functional.mse_loss(self.network(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+def dataset(size: int = 256, seed: int = 1) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    targets = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, targets)
+
+
+def loader(size: int = 256, shuffle: bool = True, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(size), batch_size=BATCH, shuffle=shuffle, **options)
+
+
+def flat(module: nn.Module) -> np.ndarray:
+    return np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
+
+
+def digest(module: nn.Module) -> str:
+    return hashlib.sha1(flat(module).tobytes()).hexdigest()
+
+
+class Watch(pl.Callback):
+    """Remembers each version's parameters by their digest, and each round."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, str] = {}
+        self.rounds: list[Any] = []
+        self.start: np.ndarray | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start = flat(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.digests[trainer.global_step] = digest(pl_module)
+        self.rounds.append(getattr(trainer.strategy, "last_round", None))
+
+
+def record_published(strategy: Any) -> dict[int, np.ndarray]:
+    """Every gradient this rank publishes, by sequence number."""
+    published: dict[int, np.ndarray] = {}
+    start = strategy.start_rounds
+
+    def start_rounds(trainer: Any) -> None:
+        start(trainer)
+        publish = strategy._exchange.publish
+
+        def keep(buffers: list[Tensor], contribution: Any) -> None:
+            copy = np.concatenate([b.detach().double().numpy().copy() for b in buffers])
+            published[len(published) + 1] = copy
+            publish(buffers, contribution)
+
+        strategy._exchange.publish = keep
+
+    strategy.start_rounds = start_rounds
+    return published
+
+
+def trainer_for(strategy: Any, callbacks: list[Any] | None = None, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 4,
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(strategy=strategy, callbacks=callbacks or [], **{**defaults, **options})
+
+
+def train(
+    strategy: Any, *, delays: Stragglers | None = None, model: Any = None, **options: Any
+) -> dict[str, Any]:
+    """Train under observation."""
+    watch = Watch()
+    published = record_published(strategy)
+    module = model or Toy()
+    callbacks = [watch, *([delays] if delays else [])]
+    trainer = trainer_for(strategy, callbacks, **{"max_steps": 40, "max_epochs": -1, **options})
+    trainer.fit(module, loader())
+    return {
+        "start": watch.start,
+        "end": flat(module),
+        "digests": watch.digests,
+        "rounds": watch.rounds,
+        "published": published,
+        "steps": trainer.global_step,
+        "tally": strategy.tally.as_dict() if strategy.tally else None,
+    }
+
+
+def random_delays(seconds: float = 0.004) -> Stragglers:
+    return Stragglers(seed=7).exponential(seconds)
+
+
+def trace_dir(out: Path, name: str) -> str:
+    return str(out / f"trace-{name}")

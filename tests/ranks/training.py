@@ -1,0 +1,396 @@
+"""Scenarios for the rounds strategies: numbers, families, features of the Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+import lightning_dsgd as dsgd
+from tests.ranks.toy import (
+    Toy,
+    digest,
+    flat,
+    loader,
+    random_delays,
+    trace_dir,
+    train,
+    trainer_for,
+)
+
+Result = dict[str, Any]
+
+# ------------------------------------------------------------------------- families
+
+
+def _family(name: str, cls: Any, **arguments: Any) -> Any:
+    def scenario(out: Path) -> Result:
+        strategy = cls(trace=trace_dir(out, name), timeout=60.0, **arguments)
+        return train(strategy, delays=random_delays())
+
+    return scenario
+
+
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "backups_1": (dsgd.BackupWorkersStrategy, {"backups": 1}),
+    "backups_1_cancel": (dsgd.BackupWorkersStrategy, {"backups": 1, "cancel_late": True}),
+    "k_sync": (dsgd.KSyncStrategy, {"k": 2}),
+    "k_batch_sync": (dsgd.KBatchSyncStrategy, {"k": 4}),
+    "k_async": (dsgd.KAsyncStrategy, {"k": 2}),
+    "k_async_bounded": (dsgd.KAsyncStrategy, {"k": 1, "max_staleness": 2, "damping": "inverse"}),
+    "k_batch_async": (dsgd.KBatchAsyncStrategy, {"k": 3, "max_staleness": 8}),
+    "adasync": (dsgd.AdaSyncStrategy, {"variant": "k_batch_async", "k0": 1, "interval": 0.05}),
+    "cyclic": (dsgd.CyclicDelayStrategy, {}),
+    "cyclic_sum_bounded": (dsgd.CyclicDelayStrategy, {"combine": "sum", "max_accumulation": 2}),
+    "cyclic_fixed": (dsgd.CyclicDelayStrategy, {"delay": 2}),
+    "cyclic_skip": (dsgd.CyclicDelayStrategy, {"skip_after": 0.01}),
+}
+for _name, (_cls, _arguments) in FAMILIES.items():
+    globals()[_name] = _family(_name, _cls, **_arguments)
+
+
+def distance_damping(out: Path) -> Result:
+    strategy = dsgd.KAsyncStrategy(
+        k=1, max_staleness=6, damping="distance", damping_constant=1e-4, timeout=60.0
+    )
+    return train(strategy, delays=random_delays())
+
+
+def share_of_slow_rank(out: Path) -> Result:
+    """Rank 3 takes ten times as long: how many of the gradients are its own?"""
+    shares: Result = {}
+    for cls in (dsgd.KBatchSyncStrategy, dsgd.KBatchAsyncStrategy):
+        strategy = cls(k=4, timeout=60.0, **({"cancel_late": False} if "Sync" in cls.__name__ else {}))
+        delays = dsgd.Stragglers()
+        for rank in range(4):
+            delays.slow(rank, seconds=0.2 if rank == 3 else 0.02)
+        shares[cls.strategy_name] = train(strategy, delays=delays, max_steps=80)["tally"]
+    return shares
+
+
+# ------------------------------------------------------------------------- numerics
+
+
+def _scheduled() -> Any:
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.8)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    return Scheduled()
+
+
+def _fifty_steps(strategy: Any) -> Result:
+    module = _scheduled()
+    trainer = trainer_for(
+        strategy,
+        max_steps=50,
+        max_epochs=-1,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.3,
+    )
+    trainer.fit(module, loader())
+    return {"end": flat(module), "steps": trainer.global_step}
+
+
+def backups_0(out: Path) -> Result:
+    return _fifty_steps(dsgd.BackupWorkersStrategy(backups=0, timeout=60.0))
+
+
+def lightning_ddp(out: Path) -> Result:
+    return _fifty_steps("ddp")
+
+
+def epoch_schedule(out: Path) -> Result:
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    module = Scheduled()
+    trainer = trainer_for(
+        dsgd.BackupWorkersStrategy(timeout=60.0), max_epochs=3, limit_train_batches=5
+    )
+    trainer.fit(module, loader())
+    return {"lr": trainer.optimizers[0].param_groups[0]["lr"], "steps": trainer.global_step}
+
+
+# ------------------------------------------------------------------ Trainer features
+
+
+def bf16_and_groups(out: Path) -> Result:
+    class Groups(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(2, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch = [part.float() for part in batch]
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            first, *others = self.network.parameters()
+            groups = [{"params": [first], "lr": 0.01}, {"params": others}]
+            return torch.optim.Adam([*groups, {"params": self.unused.parameters()}], lr=0.02)
+
+    module = Groups()
+    trainer = trainer_for(
+        "backup_workers", precision="bf16-mixed", max_epochs=1, limit_train_batches=6
+    )
+    trainer.fit(module, loader())
+    return {"digest": digest(module), "steps": trainer.global_step, "end": flat(module)}
+
+
+def callbacks_and_logs(out: Path) -> Result:
+    class Logs(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("rank", float(self.global_rank), sync_dist=True)
+            self.log("worst", float(self.global_rank), sync_dist=True, reduce_fx="max")
+            self.log("flat", 1.0, sync_dist=True)
+
+    from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+    from pytorch_lightning.loggers import CSVLogger
+
+    early = EarlyStopping("flat", patience=2)
+    keeper = ModelCheckpoint(dirpath=out / "best", monitor="val_loss", save_top_k=1)
+    module = Logs()
+    trainer = trainer_for(
+        dsgd.BackupWorkersStrategy(timeout=60.0),
+        [early, keeper, random_delays(0.002)],
+        max_epochs=9,
+        limit_train_batches=4,
+        limit_val_batches=2,
+        enable_checkpointing=True,
+        logger=CSVLogger(out / "csv"),
+        log_every_n_steps=2,
+    )
+    trainer.fit(module, loader(), loader(64, shuffle=False))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = trainer.validate(module, loader(64, shuffle=False), verbose=False)
+    return {
+        "epochs": trainer.current_epoch,
+        "metrics": metrics,
+        "best": keeper.best_model_path,
+        "validated": tested[0]["val_loss"],
+        "digest": digest(module),
+    }
+
+
+def predictions_and_gathers(out: Path) -> Result:
+    class Predicts(Toy):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            gathered = self.all_gather(torch.tensor(self.global_rank))
+            self.gathered = gathered.tolist()
+            self.log("test_loss", float(self.global_rank), sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.network(batch[0])
+
+    module = Predicts()
+    trainer = trainer_for(dsgd.BackupWorkersStrategy(timeout=60.0))
+    tested = trainer.test(module, loader(64, shuffle=False), verbose=False)
+    predicted = trainer.predict(module, loader(64, shuffle=False))
+    strategy = trainer.strategy
+    value = torch.tensor(float(trainer.global_rank + 1), requires_grad=True)
+    strategy.all_gather(value, sync_grads=True).square().sum().backward()
+    whole = torch.tensor(trainer.global_rank)
+    return {
+        "test_loss": tested[0]["test_loss"],
+        "gathered": module.gathered,
+        "predicted": sum(len(part) for part in predicted),
+        "gradient": float(value.grad),
+        "reduced": [float(strategy.reduce(whole, reduce_op=op)) for op in ("mean", "sum", "min", "max")],
+        "broadcast": strategy.broadcast({"from": trainer.global_rank}, src=2),
+        "any": strategy.reduce_boolean_decision(trainer.global_rank == 1, all=False),
+        "all": strategy.reduce_boolean_decision(trainer.global_rank == 1, all=True),
+    }
+
+
+def shards_and_buffers(out: Path) -> Result:
+    """Ranks see different data; BatchNorm's statistics end up equal; torchmetrics are synchronised."""
+    from torchmetrics import MeanMetric
+
+    class Normed(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+            self.mean = MeanMetric()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += batch[0][:, 0].tolist()
+            return super().training_step([self.norm(batch[0]), batch[1]], batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.mean.update(float(self.global_rank))
+            self.log("mean_rank", self.mean)
+
+    module = Normed()
+    trainer = trainer_for(
+        dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), max_epochs=1, use_distributed_sampler=True
+    )
+    trainer.fit(module, loader(), loader(64, shuffle=False))
+    return {
+        "seen": module.seen,
+        "statistics": module.norm.running_mean.tolist(),
+        "mean_rank": float(trainer.callback_metrics["mean_rank"]),
+    }
+
+
+def limits(out: Path) -> Result:
+    from datetime import timedelta
+
+    found: Result = {}
+    trainer = trainer_for("k_batch_async", max_steps=7, max_epochs=-1, val_check_interval=3)
+    trainer.fit(Toy(), loader(), loader(16, shuffle=False))
+    found["max_steps"] = trainer.global_step
+    trainer = trainer_for("k_sync", max_time=timedelta(seconds=1.5), max_epochs=-1)
+    trainer.fit(Toy(), loader())
+    found["max_time"] = trainer.global_step
+    trainer = trainer_for("cyclic_delay", max_epochs=2, overfit_batches=4)
+    trainer.fit(Toy(), loader(shuffle=False))
+    found["overfit"] = trainer.global_step
+    trainer = trainer_for("backup_workers", fast_dev_run=True)
+    trainer.fit(Toy(), loader(), loader(16, shuffle=False))
+    found["fast_dev_run"] = trainer.global_step
+    return found
+
+
+def iterable_data(out: Path) -> Result:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            while True:
+                yield torch.randn(6, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+
+    data = torch.utils.data.DataLoader(Endless(), batch_size=4)
+    trainer = trainer_for(dsgd.KBatchSyncStrategy(rounds_per_epoch=5), max_epochs=2)
+    trainer.fit(Toy(), data)
+    return {"steps": trainer.global_step}
+
+
+def loader_processes(out: Path) -> Result:
+    """A shard that starts over several times, with worker processes."""
+    trainer = trainer_for(dsgd.KBatchAsyncStrategy(k=1), max_epochs=2)
+    data = loader(64, num_workers=1, persistent_workers=True)
+    trainer.fit(Toy(lr=0.001), data)
+    return {"steps": trainer.global_step}
+
+
+def other_import_name(out: Path) -> Result:
+    """A script that imports `lightning` instead of `pytorch_lightning`."""
+    import lightning
+
+    class Other(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Linear(6, 3).double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    steps = []
+    for strategy in ("backup_workers", dsgd.KAsyncStrategy(k=2, timeout=60.0)):
+        module = Other()
+        trainer = lightning.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=4,
+            max_steps=5,
+            max_epochs=-1,
+            callbacks=[dsgd.Stragglers().slow(rank=1, factor=2)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader())
+        steps.append(trainer.global_step)
+    return {"steps": steps, "digest": digest(module)}
+
+
+# ------------------------------------------------------------------------- resuming
+
+
+def _resumable(out: Path, name: str, strategy: Any, **options: Any) -> tuple[Any, Any]:
+    module = Toy()
+    pl.seed_everything(3)
+    trainer = trainer_for(strategy, **options)
+    return module, trainer
+
+
+def resume(out: Path) -> Result:
+    """Two epochs and two more from the checkpoint, beside four in a row."""
+    ends = {}
+    for name, epochs, start in (("half", 2, None), ("resumed", 4, "half"), ("whole", 4, None)):
+        module, trainer = _resumable(
+            out, name, dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), max_epochs=epochs
+        )
+        path = str(out / f"{start}.ckpt") if start else None
+        trainer.fit(module, loader(), ckpt_path=path)
+        trainer.save_checkpoint(out / f"{name}.ckpt")
+        ends[name] = flat(module)
+    return ends
+
+
+def resume_state(out: Path) -> Result:
+    """AdaSync's K and reference loss, and the cyclic token, survive a checkpoint."""
+    found: Result = {}
+    makers = {
+        "adasync": lambda: dsgd.AdaSyncStrategy("k_batch_sync", k0=1, interval=0.01, timeout=60.0),
+        "cyclic": lambda: dsgd.CyclicDelayStrategy(timeout=60.0, rounds_per_epoch=6),
+    }
+    for name, make in makers.items():
+        first = make()
+        module, trainer = _resumable(out, name, first, max_steps=9, max_epochs=-1)
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(out / f"{name}-state.ckpt")
+        second = make()
+        module, trainer = _resumable(out, name, second, max_steps=15, max_epochs=-1)
+        trainer.fit(module, loader(), ckpt_path=str(out / f"{name}-state.ckpt"))
+        saved = torch.load(out / f"{name}-state.ckpt", weights_only=False)["lightning_dsgd"]
+        found[name] = {"saved": saved, "steps": trainer.global_step, "after": second.policy_state}
+    return found
+
+
+def resume_on_fewer(out: Path) -> Result:
+    """Started on 2 ranks, with a checkpoint that 4 ranks wrote."""
+    module = Toy()
+    trainer = trainer_for(dsgd.BackupWorkersStrategy(timeout=60.0), max_epochs=5, devices=2)
+    trainer.fit(module, loader(), ckpt_path=str(out / "half.ckpt"))
+    return {"digest": digest(module), "epochs": trainer.current_epoch, "finite": bool(np.isfinite(flat(module)).all())}
+
+
+NAMES = [
+    *FAMILIES,
+    "distance_damping",
+    "share_of_slow_rank",
+    "backups_0",
+    "epoch_schedule",
+    "bf16_and_groups",
+    "callbacks_and_logs",
+    "predictions_and_gathers",
+    "shards_and_buffers",
+    "limits",
+    "iterable_data",
+    "loader_processes",
+    "other_import_name",
+    "resume",
+    "resume_state",
+]

@@ -1,0 +1,334 @@
+"""DC-S3GD: its formula, its loop against independent ones, and its place in Lightning."""
+
+from __future__ import annotations
+
+import copy
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_dsgd import ConfigurationError, DCS3GDStrategy
+from lightning_dsgd_plugins.dc_s3gd import compensate
+from tests import launching
+from tests.ranks.toy import BATCH, LR, MOMENTUM, Toy, dataset, flat, trainer_for
+
+WORLDS = {"torchrun": 3, "horovodrun": 4}
+SCENARIOS = [
+    "by_model",
+    "by_tensor",
+    "stale",
+    "half_wire",
+    "scheduled",
+    "common_points",
+    "resume",
+    "mixed",
+    "without_loss",
+    "thawed",
+    "corrections",
+    "logged",
+    "brain_wire",
+    "unequal",
+]
+
+
+class Job:
+    """One launch and what its ranks left."""
+
+    def __init__(self, launcher: str, out: Path) -> None:
+        self.out = out
+        self.launcher = launcher
+        self.ranks = WORLDS[launcher]
+        self.process = launching.launch(
+            launcher, "dc_s3gd", SCENARIOS, out, ranks=self.ranks, timeout=240
+        )
+
+    def results(self, name: str) -> list[Any]:
+        return launching.results(self.out, name, self.ranks)
+
+
+@pytest.fixture(scope="module", params=list(WORLDS))
+def job(request: Any, tmp_path_factory: Any) -> Job:
+    return Job(request.param, tmp_path_factory.mktemp(request.param))
+
+
+# --------------------------------------------------------------------------- formula
+
+
+def parts_of(gradient: list[Any], distance: list[Any], dtype: torch.dtype) -> list[Any]:
+    tensors = [torch.tensor(value, dtype=dtype) for value in gradient]
+    distances = [torch.tensor(value, dtype=dtype) for value in distance]
+    return [(g, d, torch.empty_like(g)) for g, d in zip(tensors, distances, strict=True)]
+
+
+def joined(parts: list[Any]) -> np.ndarray:
+    return np.concatenate([part[0].double().numpy().ravel() for part in parts])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_correction_is_lambda0_times_as_long_as_the_gradient(dtype: Any, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    gradient = [rng.normal(size=(3, 4)) * scale, rng.normal(size=5) * scale]
+    distance = [rng.normal(size=(3, 4)) * scale, rng.normal(size=5) * scale]
+    parts = parts_of(gradient, distance, dtype)
+    before = joined(parts)
+    factor = compensate(parts, 0.2)
+    correction = joined(parts) - before
+    assert np.linalg.norm(correction) == pytest.approx(0.2 * np.linalg.norm(before), rel=1e-5)
+    moved = np.concatenate([part[1].double().numpy().ravel() for part in parts])
+    direction = before * before * moved
+    expected = 0.2 * np.linalg.norm(before) / np.linalg.norm(direction)
+    assert float(factor) == pytest.approx(expected, rel=1e-4)
+    np.testing.assert_allclose(correction, expected * direction, rtol=1e-2, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "distance"), [([1.0, 2.0], [0.0, 0.0]), ([0.0, 0.0], [1.0, 2.0]), ([1, 0], [0, 1])]
+)
+def test_nothing_to_correct_leaves_the_gradient(gradient: Any, distance: Any) -> None:
+    parts = parts_of([gradient], [distance], torch.float32)
+    assert float(compensate(parts, 0.2)) == 0.0
+    assert parts[0][0].tolist() == gradient
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lambda0": -0.1},
+        {"lambda0": float("nan")},
+        {"lambda_scope": "layer"},
+        {"wire": "int8"},
+        {"timeout": 0.0},
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+        DCS3GDStrategy(**arguments)
+
+
+# --------------------------------------------------------------------------- oracles
+
+
+def split(point: np.ndarray) -> list[np.ndarray]:
+    first, bias, last, offset = np.split(point, np.cumsum([48, 8, 24]))
+    return [first.reshape(8, 6), bias, last.reshape(3, 8), offset]
+
+
+def gradient_at(point: np.ndarray, inputs: np.ndarray, targets: np.ndarray) -> list[np.ndarray]:
+    """Of the toy network's mean squared error, by hand."""
+    first, bias, last, offset = split(point)
+    hidden = np.tanh(inputs @ first.T + bias)
+    wrong = 2 * (hidden @ last.T + offset - targets) / targets.size
+    back = (wrong @ last) * (1 - hidden**2)
+    return [back.T @ inputs, back.sum(0), wrong.T @ hidden, wrong.sum(0)]
+
+
+def corrected(gradient: list[np.ndarray], moved: np.ndarray, lambda0: float) -> list[np.ndarray]:
+    """Over the tensors given."""
+    pieces = np.split(moved, np.cumsum([g.size for g in gradient])[:-1])
+    direction = [g * g * d.reshape(g.shape) for g, d in zip(gradient, pieces, strict=True)]
+    long = np.sqrt(sum((d**2).sum() for d in direction))
+    if long == 0:
+        return gradient
+    factor = lambda0 * np.sqrt(sum((g**2).sum() for g in gradient)) / long
+    return [g + factor * d for g, d in zip(gradient, direction, strict=True)]
+
+
+def numpy_loop(workers: int, steps: int, lambda0: float, scope: str) -> np.ndarray:
+    """The paper's loop for all workers at once: momentum SGD as U."""
+    inputs, targets = (tensor.numpy() for tensor in dataset(workers * steps * BATCH).tensors)
+    points = [flat(Toy().double()) for _ in range(workers)]
+    momentum = [np.zeros_like(points[0]) for _ in range(workers)]
+    updates: list[np.ndarray] | None = None
+    for step in range(steps):
+        gradients = []
+        for worker in range(workers):
+            rows = [(step * BATCH + i) * workers + worker for i in range(BATCH)]
+            gradients.append(gradient_at(points[worker], inputs[rows], targets[rows]))
+        for worker in range(workers):
+            gradient = gradients[worker]
+            if updates is not None:
+                moved = sum(updates) / workers - updates[worker]
+                gradient = correct(gradient, moved, lambda0, scope)
+                points[worker] = points[worker] + moved
+            whole = np.concatenate([g.ravel() for g in gradient])
+            momentum[worker] = MOMENTUM * momentum[worker] + whole
+        updates = [-LR * momentum[worker] for worker in range(workers)]
+        points = [point + update for point, update in zip(points, updates, strict=True)]
+    assert updates is not None
+    return points[0] + sum(updates) / workers - updates[0]
+
+
+def correct(
+    gradient: list[np.ndarray], moved: np.ndarray, lambda0: float, scope: str
+) -> list[np.ndarray]:
+    if scope == "model":
+        return corrected(gradient, moved, lambda0)
+    pieces = np.split(moved, np.cumsum([g.size for g in gradient])[:-1])
+    return [corrected([g], d, lambda0)[0] for g, d in zip(gradient, pieces, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "lambda0", "scope"),
+    [("by_model", 0.2, "model"), ("by_tensor", 0.2, "tensor"), ("stale", 0.0, "model")],
+)
+def test_equals_the_papers_loop(job: Job, name: str, lambda0: float, scope: str) -> None:
+    expected = numpy_loop(job.ranks, 100, lambda0, scope)
+    for result in job.results(name):
+        np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
+
+
+def torch_loop(workers: int, module_class: Any) -> np.ndarray:
+    """The same with torch's optimizers, two mini-batches to a step, clipping, and a schedule."""
+    inputs, targets = dataset(workers * 60 * BATCH).tensors
+    replicas = [copy.deepcopy(module_class().double()) for _ in range(workers)]
+    tools = [replica.configure_optimizers() for replica in replicas]
+    updates: list[torch.Tensor] = []
+    for step in range(30):
+        news = []
+        for worker, replica in enumerate(replicas):
+            optimizer = tools[worker]["optimizer"]
+            optimizer.zero_grad()
+            for part in (2 * step, 2 * step + 1):
+                rows = [(part * BATCH + i) * workers + worker for i in range(BATCH)]
+                (replica.training_step([inputs[rows], targets[rows]], 0) / 2).backward()
+            before = nn.utils.parameters_to_vector(replica.parameters()).detach()
+            if updates:
+                moved = sum(updates) / workers - updates[worker]
+                before = before + moved
+                gradient = torch.cat([p.grad.ravel() for p in replica.parameters()])
+                change = gradient * gradient * moved
+                change *= 0.2 * gradient.norm() / change.norm()
+                offset = 0
+                for p in replica.parameters():
+                    p.grad += change[offset : offset + p.numel()].view_as(p)
+                    offset += p.numel()
+                nn.utils.vector_to_parameters(before, replica.parameters())
+            nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
+            optimizer.step()
+            tools[worker]["lr_scheduler"]["scheduler"].step()
+            news.append(nn.utils.parameters_to_vector(replica.parameters()).detach() - before)
+        updates = news
+    last = nn.utils.parameters_to_vector(replicas[0].parameters()).detach()
+    return (last + sum(updates) / workers - updates[0]).numpy()
+
+
+def test_adam_groups_accumulation_clipping_and_schedule(job: Job) -> None:
+    from tests.ranks.dc_s3gd import Scheduled
+
+    expected = torch_loop(job.ranks, Scheduled)
+    for result in job.results("scheduled"):
+        assert result["steps"] == 30
+        np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
+
+
+def test_the_correction_keeps_its_length_in_training(job: Job) -> None:
+    for result in job.results("corrections"):
+        assert len(result["shares"]) == 11  # not the first step: nothing had been exchanged
+        np.testing.assert_allclose(result["shares"], 0.2, rtol=1e-9)
+
+
+def test_steps_rounded_on_the_wire_stay_close(job: Job) -> None:
+    full = job.results("by_model")[0]["end"]
+    half = job.results("half_wire")
+    assert all((result["end"] == half[0]["end"]).all() for result in half)
+    assert 0 < np.abs(half[0]["end"] - full).max() < 1e-2
+    if job.launcher == "torchrun":
+        brain = job.results("brain_wire")
+        assert all((result["end"] == brain[0]["end"]).all() for result in brain)
+        assert 0 < np.abs(brain[0]["end"] - full).max() < 1e-1
+    else:
+        for outcome in launching.read(job.out, "brain_wire", job.ranks):
+            assert outcome["error"] == "ConfigurationError" and "fp16" in outcome["message"]
+
+
+def test_one_worker_is_plain_training() -> None:
+    ours, plain = Toy(), Toy()
+    for module, strategy in ((ours, DCS3GDStrategy()), (plain, "auto")):
+        trainer = trainer_for(strategy, devices=1, max_epochs=2)
+        trainer.fit(module, torch.utils.data.DataLoader(dataset(64), batch_size=BATCH))
+    assert (flat(ours) == flat(plain)).all()
+
+
+# ------------------------------------------------------------------- life with Lightning
+
+
+def test_all_ranks_stand_at_one_point_where_it_matters(job: Job) -> None:
+    seen = [result["seen"] for result in job.results("common_points")]
+    assert all(other == seen[0] for other in seen)
+    moments = [moment for moment, _ in seen[0]]
+    assert moments.count("validation") >= 6 and moments.count("epoch") == 2
+    assert moments.count("checkpoint") >= 4 and moments[-1] == "end"
+    tested = [result["tested"] for result in job.results("common_points")]
+    assert all(other == tested[0] for other in tested)
+
+
+def test_between_drains_ranks_are_at_points_of_their_own(job: Job) -> None:
+    first, second = [result["tentative"] for result in job.results("common_points")][:2]
+    assert first - second
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(job: Job) -> None:
+    results = job.results("resume")
+    assert {result["whole"] for result in results} == {result["resumed"] for result in results}
+    assert len({result["whole"] for result in results}) == 1
+    assert all(result["steps"] == 30 for result in results)
+    assert results[0]["momentum"] != results[1]["momentum"]
+
+
+@pytest.mark.parametrize("name", ["mixed", "without_loss", "thawed"])
+def test_features_end_at_one_point(job: Job, name: str) -> None:
+    results = job.results(name)
+    assert len({result["digest"] for result in results}) == 1
+    assert all(result.get("finite", True) and result.get("moved", True) for result in results)
+    assert all(result.get("steps", 10) == 10 for result in results)
+
+
+def test_logs_distance_lambda_and_what_was_hidden(job: Job) -> None:
+    assert job.results("logged")[0]["rows"]
+    with open(job.out / "logged" / "version_0" / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [2, 4, 6]
+    for row in rows:
+        assert float(row["dsgd/distance"]) > 0 and float(row["dsgd/lambda"]) > 0
+        assert 0 <= float(row["dsgd/hidden"]) <= 1
+
+
+def test_threads_end_and_the_tally_stays(job: Job) -> None:
+    results = job.results("by_model")
+    assert all(result["threads"] == [] for result in results)
+    tally = results[0]["tally"]
+    assert tally["rounds"] == 100
+    assert all(worker["used"] == 100 for worker in tally["workers"])
+
+
+def test_unequal_shares_of_data_are_refused(job: Job) -> None:
+    for outcome in launching.read(job.out, "unequal", job.ranks):
+        assert outcome["error"] == "ConfigurationError"
+        assert "rank 1: 4" in outcome["message"]
+
+
+# -------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name", "error"),
+    [
+        ("torchrun", "raised", "PeerFailedError: rank 2 failed: OSError: the disk is full"),
+        ("horovodrun", "killed", "PeerLostError: rank 2 is lost"),
+    ],
+)
+def test_a_lost_rank_ends_the_others_by_name(
+    launcher: str, name: str, error: str, tmp_path: Path
+) -> None:
+    process = launching.launch(launcher, "dc_s3gd", [name], tmp_path, ranks=4, timeout=120)
+    assert process.returncode != 0
+    for rank in {0, 1, 3}:
+        ended = tmp_path / f"ended.{rank}"
+        said = ended.read_text() if ended.exists() else process.stdout
+        assert error in said, f"rank {rank}: {said}\n{process.stdout[-4000:]}"
