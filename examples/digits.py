@@ -39,7 +39,11 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.network = nn.Sequential(
-            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+            nn.Linear(64, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 10),
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -58,4 +62,6 @@ class Classifier(pl.LightningModule):
         self.log("val_loss", nn.functional.cross_entropy(logits, labels), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=self.hparams.momentum)
+        return torch.optim.SGD(
+            self.parameters(), lr=self.hparams.lr, momentum=self.hparams.momentum
+        )

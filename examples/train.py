@@ -1,8 +1,8 @@
 """Train on digits while one of the workers is ten times slower.
 
-    horovodrun -np 4 python examples/train.py
-    torchrun --nproc-per-node 4 examples/train.py
-    python examples/train.py --devices 4
+horovodrun -np 4 python examples/train.py
+torchrun --nproc-per-node 4 examples/train.py
+python examples/train.py --devices 4
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from digits import Classifier, Digits
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", default="backup_workers", help="any installed strategy's name")
+    parser.add_argument(
+        "--strategy", default="backup_workers", help="any installed strategy's name"
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--devices", default="auto", help="workers to start on this machine")

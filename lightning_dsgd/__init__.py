@@ -32,7 +32,7 @@ _WHERE = {
     "Stragglers": "lightning_dsgd.stragglers",
 }
 
-__all__ = ["__version__", *_WHERE]  # noqa: PLE0604  # names resolved by __getattr__
+__all__ = ["__version__", *_WHERE]  # names resolved by __getattr__
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """A rank's side of the control plane.
 
-Three sockets, each owned by one thread: `Announcer` by the training thread, the `rounds` socket by the
-communication thread, the `life` socket by the thread `dsgd-lifeline`, which rings the alarm when the
-run is over for everybody or when rank 0 is gone.
+Three sockets, each owned by one thread: `Announcer` by the training thread, the `rounds` socket by
+the communication thread, the `life` socket by the thread `dsgd-lifeline`, which rings the alarm
+when the run is over for everybody or when rank 0 is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from lightning_dsgd.protocol import (
 _NAP_MS = 200
 
 
-def dial(context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket, rank: int, role: str) -> zmq.Socket[bytes]:
+def dial(
+    context: zmq.Context[zmq.Socket[bytes]], ticket: Ticket, rank: int, role: str
+) -> zmq.Socket[bytes]:
     """An encrypted connection to the coordinator, already announced."""
     public, secret = zmq.curve_keypair()
     socket = context.socket(zmq.DEALER)
@@ -70,7 +72,11 @@ class Control:
 
     def await_welcome(self) -> None:
         """Wait until every rank is connected; until then a decision could miss one."""
-        deadline = time.monotonic() + max(self._ticket.timeout, 30.0)
+        assert isinstance(self.await_answer(max(self._ticket.timeout, 30.0)), Welcome)
+
+    def await_answer(self, timeout: float) -> Message:
+        """What the coordinator says to the training thread; for that thread only."""
+        deadline = time.monotonic() + timeout
         while not self._main.poll(_NAP_MS):
             self._alarm.check()
             if time.monotonic() > deadline:
@@ -78,7 +84,7 @@ class Control:
                     f"rank {self.rank}: the coordinator at {self._ticket.endpoint} did not answer; "
                     "is that address reachable from this host?"
                 )
-        assert isinstance(decode_downward(self._main.recv()), Welcome)
+        return decode_downward(self._main.recv())
 
     def announce(self, message: Message) -> None:
         """Tell the coordinator; never blocks. For the training thread only."""

@@ -1,12 +1,14 @@
-"""Rank 0's coordinator: one thread that feeds announcements to the policy and sends out its decisions.
+"""Rank 0's coordinator: one thread that feeds announcements to the policy and sends out its
+decisions.
 
-The thread `dsgd-coordinator` owns the ROUTER socket, its monitor, the policy, the tally and the trace;
-nobody else touches them while it runs. Every rank has three sockets here, one per thread of its own:
-`main` (announces), `rounds` (receives decisions) and `life` (receives the end of the run; its
+The thread `dsgd-coordinator` owns the ROUTER socket, its monitor, the policy, the tally and the
+trace; nobody else touches them while it runs. Every rank has three sockets here, one per thread of
+its
+own: `main` (announces), `rounds` (receives decisions) and `life` (receives the end of the run; its
 connection is the rank's sign of life).
 
-The port is closed to strangers: CURVE encrypts, the server's key travels over the collective backend
-only, and what does not speak it is dropped and counted.
+The port is closed to strangers: CURVE encrypts, the server's key travels over the collective
+backend only, and what does not speak it is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,17 +21,20 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lightning_dsgd.policy import RoundsPolicy
+from lightning_dsgd.policy import Policy
 from lightning_dsgd.protocol import (
     Abort,
     Applied,
+    Closed,
+    Computed,
     Contribution,
     Decision,
     Event,
     Failed,
+    Go,
     Goodbye,
-    Hello,
     Held,
+    Hello,
     Joined,
     Left,
     Message,
@@ -46,7 +51,7 @@ from lightning_dsgd.tally import Tally
 from lightning_dsgd.trace import TraceWriter
 
 ROLES = ("main", "rounds", "life")
-_EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick)
+_EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick, Computed)
 _REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -73,7 +78,7 @@ class Coordinator:
 
     def __init__(
         self,
-        policy: RoundsPolicy,
+        policy: Policy,
         workers: int,
         address: str,
         *,
@@ -191,16 +196,19 @@ class Coordinator:
             self.tally.decision(decision)
             if self._trace is not None:
                 self._trace.decision(now, decision)
-            if isinstance(decision, Round):
+            if isinstance(decision, (Round, Closed)):
                 self._waiting_since = None
+            if isinstance(decision, Go) and not decision.more and self._waiting_since is None:
+                self._waiting_since = now
             if isinstance(decision, Held):
                 self._warn(f"round {decision.number} waits: {decision.reason} (max_lag)")
             elif isinstance(decision, (Round, Passed)):
                 self._send_all("rounds", decision)
             else:
                 worker = getattr(decision, "worker", None)
+                role = "main" if isinstance(decision, Go) else "rounds"
                 if worker is not None:
-                    self._socket.send_multipart([identity(worker, "rounds"), encode(decision)])
+                    self._socket.send_multipart([identity(worker, role), encode(decision)])
 
     def _send_all(self, role: str, message: Message) -> None:
         body = encode(message)

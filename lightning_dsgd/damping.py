@@ -1,9 +1,11 @@
 """How the step of a stale gradient is made smaller.
 
 - `inverse`: a gradient that is τ updates old counts 1/(1 + τ).
-- `distance`: the rule of Dutta et al., a learning rate of min(C/‖w_j − w_τ‖², η_max) for an update at
-  w_j made of gradients computed at w_τ; η_max is the optimizer's own rate. An update has one rate, so
-  the farthest of its gradients sets it. Every replica keeps the last versions and computes it alike.
+- `distance`: the rule of Dutta et al., a learning rate of min(C/‖w_j - w_τ‖², η_max) for an update
+at
+  w_j made of gradients computed at w_τ; η_max is the optimizer's own rate. An update has one rate,
+  so the farthest of its gradients sets it. Every replica keeps the last versions and computes it
+  alike.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class DistanceDamping:
     @torch.no_grad()
     def remember(self, version: int) -> None:
         """Keep the present parameters as those of `version`."""
-        self._history[version] = torch.cat([p.detach().flatten().double() for p in self._parameters])
+        self._history[version] = torch.cat(
+            [p.detach().flatten().double() for p in self._parameters]
+        )
         self._history.pop(version - self._depth, None)
 
     @torch.no_grad()

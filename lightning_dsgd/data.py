@@ -1,4 +1,4 @@
-"""Epochs counted in rounds: a loader that asks, item by item, whether a new batch is needed at all."""
+"""Epochs counted in rounds: a loader that asks, item by item, whether a batch is needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class RoundsLoader:
 
     - It lasts for a given number of iterations, the same on every rank.
     - When a fast rank runs out of its shard, the shard starts over, shuffled anew.
-    - An iteration that only replays an update sees a batch that stays for later: nothing is consumed.
+    - An iteration that only replays an update sees a batch that stays for later: nothing is
+    consumed.
     """
 
     def __init__(self, loader: Any, length: int, keeper: TurnKeeper) -> None:
@@ -120,8 +121,8 @@ def agreed_length(lengths: list[int | None]) -> int:
     if len(set(lengths)) > 1:
         listed = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise ConfigurationError(
-            f"the ranks' training data differ in length ({listed}); give every rank the same number "
-            "of batches, or set `rounds_per_epoch` on the strategy"
+            f"the ranks' training data differ in length ({listed}); give every rank the same "
+            "number of batches, or set `rounds_per_epoch` on the strategy"
         )
     length = lengths[0]
     assert length is not None

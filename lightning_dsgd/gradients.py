@@ -1,7 +1,7 @@
 """A model's gradients as flat buffers, one per dtype, with `.grad` as views into them.
 
-Backward writes straight into the buffer that the collective sends; a result is handed to the optimizer
-by pointing `.grad` at it. Nothing is copied on the way.
+Backward writes straight into the buffer that the collective sends; a result is handed to the
+optimizer by pointing `.grad` at it. Nothing is copied on the way.
 """
 
 from __future__ import annotations

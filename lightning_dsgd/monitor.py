@@ -61,5 +61,5 @@ class RoundsMonitor(Callback):
 
 
 def _strategy(trainer: Trainer) -> RoundsStrategy:
-    strategy: RoundsStrategy = trainer.strategy  # type: ignore[assignment]  # inserted by it alone
+    strategy: RoundsStrategy = trainer.strategy
     return strategy

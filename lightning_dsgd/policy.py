@@ -1,11 +1,12 @@
 """A policy is an algorithm's round-making rule as a pure state machine: events in, decisions out.
 
-It knows no clock (`now` is an argument), no I/O, no global randomness, no tensors. The coordinator of
-a real run and the simulator drive the very same objects, and a recorded list of events, fed to a fresh
-policy, gives the same decisions again.
+It knows no clock (`now` is an argument), no I/O, no global randomness, no tensors. The coordinator
+of a real run and the simulator drive the very same objects, and a recorded list of events, fed to a
+fresh policy, gives the same decisions again.
 
-What all of them share lives here: the version, who is present, how far each replica has come, and the
-two reasons for which a complete round must wait (the segment is over; a replica's queue is full).
+What all of them share lives here: the version, who is present, how far each replica has come, and
+the two reasons for which a complete round must wait (the segment is over; a replica's queue is
+full).
 """
 
 from __future__ import annotations
@@ -31,7 +32,36 @@ from lightning_dsgd.protocol import (
 NOTHING: Sequence[Decision] = ()
 
 
-class RoundsPolicy(abc.ABC):
+class Policy(abc.ABC):
+    """What the coordinator asks of any policy."""
+
+    version: int
+    """What has been decided so far, counted in the policy's own unit."""
+    last: int
+    """How far it may go on deciding."""
+
+    @abc.abstractmethod
+    def handle(self, event: Event, now: float) -> Sequence[Decision]:
+        """Take one event in and give back what it decides."""
+
+    @abc.abstractmethod
+    def missing(self) -> tuple[int, ...]:
+        """Whom the next decision waits for, for messages to the user."""
+
+    def deadline(self) -> float | None:
+        """When the policy wants a Tick even if nothing happens; None for never."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take a checkpoint's state over."""
+        return
+
+
+class RoundsPolicy(Policy):
     """Rules, in the order in which they are applied:
 
     1. A contribution is judged when it arrives: dropped at once, or kept until a round takes it.
@@ -137,21 +167,6 @@ class RoundsPolicy(abc.ABC):
 
     def _joined(self, worker: int, now: float) -> None:
         return
-
-    def deadline(self) -> float | None:
-        """When the policy wants a Tick even if nothing happens; None for never."""
-        return None
-
-    @abc.abstractmethod
-    def missing(self) -> tuple[int, ...]:
-        """Whom the next round waits for, for messages to the user."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take a checkpoint's state over."""
 
 
 def round_of(

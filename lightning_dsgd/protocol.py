@@ -6,8 +6,6 @@ All of them are immutable and encode to a few bytes of MessagePack or a line of 
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 
@@ -62,7 +60,15 @@ class Tick(Message, frozen=True, tag=True):
     """Time has passed and nothing else happened."""
 
 
-Event = Union[Contribution, Applied, Segment, Joined, Left, Tick]
+class Computed(Message, frozen=True, tag=True):
+    """A gossiping worker has a gradient ready."""
+
+    worker: int
+    starts: bool
+    """It is an active worker and free to exchange."""
+
+
+Event = Contribution | Applied | Segment | Joined | Left | Tick | Computed
 
 
 # ------------------------------------------------------------------------ decisions
@@ -118,7 +124,32 @@ class Passed(Message, frozen=True, tag=True):
     reason: str
 
 
-Decision = Union[Round, Dropped, KChanged, Held, Passed]
+class Pair(Message, frozen=True, tag=True):
+    """This worker and its partner average their models; both get one, and heed theirs in order."""
+
+    worker: int
+    partner: int
+    number: int
+    starts: bool
+    """This worker is the active one of the two."""
+    age: int
+    """Gradients that all workers together have made since the partner's last one."""
+
+
+class Go(Message, frozen=True, tag=True):
+    """The answer to `Computed`: may the worker begin another gradient of this segment?"""
+
+    worker: int
+    more: bool
+
+
+class Closed(Message, frozen=True, tag=True):
+    """All gradients of the segment are made, and no further pair will be decided in it."""
+
+    worker: int
+
+
+Decision = Round | Dropped | KChanged | Held | Passed | Pair | Go | Closed
 
 
 # ---------------------------------------------------------------------------- notes
@@ -154,8 +185,8 @@ class Abort(Message, frozen=True, tag=True):
     reason: str
 
 
-Note = Union[Hello, Failed, Goodbye, Welcome, Abort]
+Note = Hello | Failed | Goodbye | Welcome | Abort
 
 encode = msgspec.msgpack.Encoder().encode
-decode_upward = msgspec.msgpack.Decoder(Union[Event, Note]).decode
-decode_downward = msgspec.msgpack.Decoder(Union[Decision, Note]).decode
+decode_upward = msgspec.msgpack.Decoder(Event | Note).decode
+decode_downward = msgspec.msgpack.Decoder(Decision | Note).decode

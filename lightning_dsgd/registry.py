@@ -62,4 +62,5 @@ def know_rank() -> None:
     if "HOROVOD_RANK" in os.environ:
         from lightning_utilities.core.rank_zero import rank_zero_only
 
-        rank_zero_only.rank = int(os.environ["HOROVOD_RANK"])
+        rank = int(os.environ["HOROVOD_RANK"])
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]  # how it is set everywhere

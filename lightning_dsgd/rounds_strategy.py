@@ -3,9 +3,11 @@
 So `global_step`, schedules, callbacks, limits and epochs follow the version, on every rank alike:
 
 - An iteration usually computes a gradient, contributes it, and ends with the next update.
-- A rank that has missed updates *replays*: its iteration takes no batch, computes nothing, and hands
+- A rank that has missed updates *replays*: its iteration takes no batch, computes nothing, and
+hands
   the optimizer the gradient that the others have agreed on.
-- Where the algorithm lets a worker give several gradients to one update, the further mini-batches are
+- Where the algorithm lets a worker give several gradients to one update, the further mini-batches
+are
   computed inside the same iteration.
 
 An algorithm says, in a few short methods, when a gradient is published and when more are computed.
@@ -151,7 +153,9 @@ class RoundsStrategy(CollectiveStrategy):
                 f"{len(self.optimizers)}; put all parameters into one optimizer's groups"
             )
         if isinstance(self.optimizers[0], torch.optim.LBFGS):
-            raise ConfigurationError("LBFGS evaluates the loss several times per update; use another")
+            raise ConfigurationError(
+                "LBFGS evaluates the loss several times per update; use another"
+            )
         if not any(isinstance(callback, RoundsMonitor) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, RoundsMonitor())
 
@@ -291,8 +295,6 @@ class RoundsStrategy(CollectiveStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        if self._loader is not None and self._loader.loader is not dataloader:
-            self._loader = None
         accumulate = trainer.accumulate_grad_batches
         length = self._rounds(dataloader, trainer) * accumulate
         self._loader = RoundsLoader(dataloader, length, self)
@@ -306,17 +308,19 @@ class RoundsStrategy(CollectiveStrategy):
         limit = trainer.limit_train_batches
         mine = local_length(dataloader, limit)
         length = agreed_length(self._main.gather_objects(mine))
-        updates = math.ceil(length / trainer.accumulate_grad_batches)
+        updates: int = math.ceil(length / trainer.accumulate_grad_batches)
         return math.ceil(updates * self.world_size / self.gradients_per_round())
 
     # ------------------------------------------------------------- one iteration's turn
 
     def begin_epoch(self) -> None:
-        """Rounds up to the end of this epoch, or of the training, may be decided; rank 0 says so."""
+        """Rounds up to the end of this epoch, or of the training, may be decided."""
         assert self.lightning_module is not None and self._control is not None
         trainer = self.lightning_module.trainer
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        left = math.ceil((int(trainer.fit_loop.max_batches) - done) / trainer.accumulate_grad_batches)
+        left = math.ceil(
+            (int(trainer.fit_loop.max_batches) - done) / trainer.accumulate_grad_batches
+        )
         self.segment_last = self.version + left
         if trainer.max_steps is not None and trainer.max_steps >= 0:
             self.segment_last = min(self.segment_last, trainer.max_steps)
@@ -354,7 +358,9 @@ class RoundsStrategy(CollectiveStrategy):
             self._end_turn(float(closure_loss.detach()))
         return closure_loss.detach()
 
-    def _guarded_backward(self, loss: Tensor, optimizer: Optimizer | None, *rest: Any, **kw: Any) -> None:
+    def _guarded_backward(
+        self, loss: Tensor, optimizer: Optimizer | None, *rest: Any, **kw: Any
+    ) -> None:
         try:
             super().backward(loss, optimizer, *rest, **kw)
         except Overtaken:
@@ -407,7 +413,7 @@ class RoundsStrategy(CollectiveStrategy):
         self._turn_began = time.monotonic()
 
     def _extra_minibatch(self) -> None:
-        """One more gradient of this rank within the same iteration, as Lightning would compute it."""
+        """One more gradient within the same iteration, as Lightning would compute it."""
         module, loader = self.lightning_module, self._loader
         assert module is not None and loader is not None
         trainer = module.trainer
@@ -443,7 +449,7 @@ class RoundsStrategy(CollectiveStrategy):
 
     def _call_minibatch_start(self) -> None:
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer: Trainer = self.lightning_module.trainer
         for callback in trainer.callbacks:
             start = getattr(callback, "on_minibatch_start", None)
             if start is not None:
@@ -467,10 +473,11 @@ class RoundsStrategy(CollectiveStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
+        module: Any = model or self.lightning_module
         self._stepping = True
         try:
             return self.precision_plugin.optimizer_step(
-                optimizer, model=model or self.lightning_module, closure=closure, **kwargs
+                optimizer, model=module, closure=closure, **kwargs
             )
         finally:
             self._stepping = False

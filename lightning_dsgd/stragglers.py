@@ -1,4 +1,5 @@
-"""Slow workers on demand: a callback for demos, tests and benchmarks, and the simulator's model of them.
+"""Slow workers on demand: a callback for demos, tests and benchmarks, and the simulator's model of
+them.
 
     Stragglers(seed=1).slow(rank=3, factor=10)
     Stragglers().exponential(0.1)                     # every rank, every mini-batch
@@ -6,8 +7,8 @@
     Stragglers().random_pair(seconds=0.2)             # two ranks at random in each step
     Stragglers().recorded([0.1, 0.3, 0.1])            # these pauses, over and over
 
-From YAML the same rules are given as a list of mappings under `rules`. A slow worker is modelled by a
-sleep, so that several ranks on one machine do not slow each other.
+From YAML the same rules are given as a list of mappings under `rules`. A slow worker is modelled
+by a sleep, so that several ranks on one machine do not slow each other.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Stragglers(Callback):
     def _add(self, rule: dict[str, Any]) -> None:
         kind = rule.pop("kind", None)
         if kind not in _KINDS:
-            raise ConfigurationError(f"Stragglers: kind={kind!r} is unknown; use {', '.join(_KINDS)}")
+            raise ConfigurationError(
+                f"Stragglers: kind={kind!r} is unknown; use {', '.join(_KINDS)}"
+            )
         try:
             getattr(self, kind)(**rule)
         except TypeError as error:

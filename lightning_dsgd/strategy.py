@@ -9,6 +9,7 @@ import atexit
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,6 +20,7 @@ from lightning_dsgd.backends import (
     Backend,
     BackendName,
     Channel,
+    Edge,
     choose_backend,
     connect,
     horovod_launched,
@@ -95,7 +97,7 @@ class CollectiveStrategy(ParallelStrategy):
             environment.set_world_size(self.num_nodes * self.num_processes)
         from lightning_utilities.core.rank_zero import rank_zero_only
 
-        rank_zero_only.rank = environment.global_rank()
+        rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]  # its way
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
@@ -112,6 +114,10 @@ class CollectiveStrategy(ParallelStrategy):
                 "`horovodrun -np N python train.py`, `torchrun --nproc-per-node N train.py` or "
                 "Trainer(devices=N)"
             )
+
+    def edges(self) -> Sequence[Edge]:
+        """The pairs of ranks that will exchange on their own; the backend must know them."""
+        return ()
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -131,6 +137,7 @@ class CollectiveStrategy(ParallelStrategy):
             device=self.root_device,
             alarm=self.alarm,
             timeout=self.timeout,
+            edges=self.edges(),
         )
         self._main = self._backend.channel("main")
 
@@ -145,8 +152,8 @@ class CollectiveStrategy(ParallelStrategy):
         """Refuse what would silently do nothing."""
         if self._layer_sync is not None:
             raise ConfigurationError(
-                "sync_batchnorm=True is not supported: normalisation statistics are averaged before "
-                "validation and checkpoints instead; leave it out"
+                "sync_batchnorm=True is not supported: normalisation statistics are averaged "
+                "before validation and checkpoints instead; leave it out"
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
@@ -184,8 +191,9 @@ class CollectiveStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Say why at once (a launcher may end us any moment), and let no stuck thread hold us."""
+        reason = f"{type(exception).__name__}: {exception}"
         print(
-            f"lightning-dsgd: rank {self.global_rank} ends: {type(exception).__name__}: {exception}",
+            f"lightning-dsgd: rank {self.global_rank} ends: {reason}",
             file=sys.stderr,
             flush=True,
         )
@@ -223,7 +231,8 @@ class CollectiveStrategy(ParallelStrategy):
         if self._main is None:
             return tensor.unsqueeze(0)
         if sync_grads and tensor.requires_grad:
-            return cast(Tensor, _GatherWithGradient.apply(tensor, self._main))
+            gathered = _GatherWithGradient.apply(tensor, self._main)  # type: ignore[no-untyped-call]
+            return cast(Tensor, gathered)  # autograd functions carry no types
         with torch.inference_mode(False), torch.no_grad():
             return self._main.gather(tensor.detach().clone().contiguous())
 

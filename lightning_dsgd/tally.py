@@ -80,7 +80,9 @@ class Tally:
 
     def table(self) -> str:
         """The run at a glance: who was slow, whose work was used."""
-        head = f"{'rank':>4}  {'s/gradient':>10}  {'used':>6}  {'dropped':>7}  {'mini-batches':>12}  "
+        head = (
+            f"{'rank':>4}  {'s/gradient':>10}  {'used':>6}  {'dropped':>7}  {'mini-batches':>12}  "
+        )
         lines = [f"{self.rounds} updates", head + f"{'mean staleness':>14}"]
         for rank, worker in enumerate(self.workers):
             lines.append(

@@ -141,7 +141,7 @@ def _gamma_fraction(shape: float, x: Floats) -> Floats:
         d = 1.0 / (a * d + b)
         c = b + a / c
         h *= c * d
-        if np.all(np.abs(c * d - 1.0) < 1e-15):
+        if np.all(np.abs(c * d - 1.0) < 1e-14):
             break
     return h
 

@@ -1,7 +1,7 @@
 """A run's events and decisions on disk, and back: one JSON object per line.
 
-The first line says which policy decided and with which arguments, so that a reader can build a fresh
-one and feed it the same events.
+The first line says which policy decided and with which arguments, so that a reader can build a
+fresh one and feed it the same events.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -71,7 +71,7 @@ class TraceWriter:
         """Record what went out."""
         self._write(Line(now, decision=decision))
 
-    def _write(self, value: Union[Header, Line]) -> None:
+    def _write(self, value: Header | Line) -> None:
         self._file.write(self._encode(value) + b"\n")
 
     def close(self) -> None:
@@ -115,7 +115,9 @@ def make_policy(header: Header) -> RoundsPolicy:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise TraceError(f"the trace's policy {header.policy!r} is not installed: {error}") from None
+        raise TraceError(
+            f"the trace's policy {header.policy!r} is not installed: {error}"
+        ) from None
     policy: RoundsPolicy = cls(**header.arguments)
     if header.state:
         policy.restore(header.state)

@@ -1,8 +1,9 @@
 """Lightning comes under two import names with separate classes; ours belong to both.
 
-`lightning.pytorch` and `pytorch_lightning` are copies of one code base, each with its own registry and
-base classes, and a Trainer of one refuses a strategy of the other. A class that inherits from the
-bases of every copy installed is accepted by all, whichever the user imports and in whatever order.
+`lightning.pytorch` and `pytorch_lightning` are copies of one code base, each with its own registry
+and base classes, and a Trainer of one refuses a strategy of the other. A class that inherits from
+the bases of every copy installed is accepted by all, whichever the user imports and in whatever
+order.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def of_every_copy(submodule: str, name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule
     from pytorch_lightning.plugins.environments import LightningEnvironment
     from pytorch_lightning.strategies import ParallelStrategy
     from pytorch_lightning.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessLauncher,
     )
+
+    Trainer = Any  # half of its attributes are set by connectors, out of a type checker's sight
 else:
     Callback = of_every_copy("callbacks", "Callback")
     ParallelStrategy = of_every_copy("strategies", "ParallelStrategy")

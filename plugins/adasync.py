@@ -7,8 +7,8 @@ Every `interval` seconds K is set anew from the training loss F that the rounds 
 - counting mini-batches, K = K0 * sqrt(F(w_0) / F(w_t));
 - counting workers, the positive root of K² + cK - cP = 0, c = K0² F(w_0) / ((P - K0) F(w_t)).
 
-K is rounded and kept between 1 and P. The coordinator's policy decides it and every update carries it,
-so all replicas know the same K.
+K is rounded and kept between 1 and P. The coordinator's policy decides it and every update carries
+it, so all replicas know the same K.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class AdaSyncStrategy(KFamilyStrategy):
         trace: str | None = None,
     ) -> None:
         if variant not in _VARIANTS:
-            raise ConfigurationError(f"variant={variant!r} is unknown; choose {', '.join(_VARIANTS)}")
+            raise ConfigurationError(
+                f"variant={variant!r} is unknown; choose {', '.join(_VARIANTS)}"
+            )
         if isinstance(k0, bool) or not isinstance(k0, int):
             raise ConfigurationError(f"k0={k0!r} must be a whole number, 1 or more")
         if not interval > 0:

@@ -19,12 +19,13 @@ class BackupWorkersStrategy(KSyncStrategy):
 
     Args:
         backups: Workers an update goes on without. 0 is plain synchronous SGD.
-        cancel_late: End a late worker's computation as soon as the update has been decided without it,
-            instead of letting it finish a gradient that will be dropped.
+        cancel_late: End a late worker's computation as soon as the update has been decided without
+            it, instead of letting it finish a gradient that will be dropped.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
-        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks together.
+        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
+            together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
     """
 
@@ -58,7 +59,7 @@ class BackupWorkersStrategy(KSyncStrategy):
     def gradients_per_round(self) -> int:
         if self.backups >= self.world_size:
             raise ConfigurationError(
-                f"backups={self.backups} leaves no worker of {self.world_size} to wait for; choose at "
-                f"most {self.world_size - 1}, or start more workers"
+                f"backups={self.backups} leaves no worker of {self.world_size} to wait for; choose "
+                f"at most {self.world_size - 1}, or start more workers"
             )
         return self.world_size - self.backups

@@ -1,19 +1,19 @@
 """Cyclic updates with dynamic delay and local accumulation.
 
 Y. Hu et al., PRCV 2018, doi 10.1007/978-3-030-03338-5_46. The paper's exact pseudo-code was not at
-hand; this is our reading of it. Workers publish in round-robin order. While a worker waits for its turn
-it goes on computing and accumulates locally; at a mini-batch boundary the holder of the token publishes
-what it has, as one update, and the token moves on:
+hand; this is our reading of it. Workers publish in round-robin order. While a worker waits for its
+turn it goes on computing and accumulates locally; at a mini-batch boundary the holder of the token
+publishes what it has, as one update, and the token moves on:
 
     token at worker r mod P for update r
     worker i:       B_i += g, c_i += 1; with the token: publish (B_i, c_i), then B_i, c_i = 0
     every replica:  w = w - eta * B_i / c_i        (or the sum B_i)
 
-With a fixed delay D every turn holds exactly D mini-batches: the method the paper compares with, after
-Langford, Smola and Zinkevich 2009.
+With a fixed delay D every turn holds exactly D mini-batches: the method the paper compares with,
+after Langford, Smola and Zinkevich 2009.
 
-So that nothing is lost at the end of an epoch, its last P updates are one full cycle in which a worker
-computes no more once it has published.
+So that nothing is lost at the end of an epoch, its last P updates are one full cycle in which a
+worker computes no more once it has published.
 """
 
 from __future__ import annotations
@@ -121,17 +121,17 @@ class CyclicDelayStrategy(RoundsStrategy):
     """One worker at a time updates the model, in turn, with all it has accumulated meanwhile.
 
     Args:
-        delay: 'dynamic' (each turn holds what the worker's speed allows), or a number of mini-batches
-            per turn, the fixed cyclic method.
+        delay: 'dynamic' (each turn holds what the worker's speed allows), or a number of
+            mini-batches per turn, the fixed cyclic method.
         combine: An update is the 'mean' of the accumulated gradients, or their 'sum'.
         max_accumulation: Mini-batches a worker may pile up before it waits. Default: no bound.
-        skip_after: Seconds after which the token passes a holder that has not published. Default: it
-            is waited for, while the others go on computing.
+        skip_after: Seconds after which the token passes a holder that has not published. Default:
+            it is waited for, while the others go on computing.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
-        rounds_per_epoch: Updates per epoch. Default: as many as use the data about once, taking half
-            the number of workers for the mini-batches of a dynamic turn.
+        rounds_per_epoch: Updates per epoch. Default: as many as use the data about once, taking
+            half the number of workers for the mini-batches of a dynamic turn.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
     """
 

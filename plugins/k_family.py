@@ -35,7 +35,8 @@ class FirstKPolicy(RoundsPolicy):
 
     Rules:
 
-    1. A gradient that is more than `max_staleness` updates old is dropped, when it arrives or when a
+    1. A gradient that is more than `max_staleness` updates old is dropped, when it arrives or when
+    a
        round makes it too old. 0 is the synchronous pair: only the current version counts.
     2. Counting workers, a second gradient of the same worker waits for a later round.
     3. K kept gradients make a round, oldest arrival first. K never exceeds the workers present when
@@ -208,13 +209,15 @@ class KSyncStrategy(KFamilyStrategy):
     """Each update is the mean of the first K workers' gradients; the others' are dropped.
 
     Args:
-        k: Workers per update: a number, or a share of all as a float up to 1.0. Default: all but one.
-        cancel_late: End a late worker's computation as soon as the update has been decided without it,
-            instead of letting it finish a gradient that will be dropped.
+        k: Workers per update: a number, or a share of all as a float up to 1.0. Default: all but
+            one.
+        cancel_late: End a late worker's computation as soon as the update has been decided without
+            it, instead of letting it finish a gradient that will be dropped.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
-        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks together.
+        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
+            together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
     """
 
@@ -248,11 +251,13 @@ class KBatchSyncStrategy(KSyncStrategy):
     Args:
         k: Mini-batches per update: a number, or a multiple of the workers as a float up to 1.0.
             Default: one less than the workers.
-        cancel_late: End a late worker's computation as soon as the update has been decided without it.
+        cancel_late: End a late worker's computation as soon as the update has been decided without
+            it.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
-        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks together.
+        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
+            together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
     """
 
@@ -265,15 +270,17 @@ class KAsyncStrategy(KFamilyStrategy):
     """Each update is the mean of the first K workers' gradients; late ones count later, stale.
 
     Args:
-        k: Workers per update: a number, or a share of all as a float up to 1.0. Default: all but one.
+        k: Workers per update: a number, or a share of all as a float up to 1.0. Default: all but
+            one.
         max_staleness: Drop gradients older than this many updates. Default: no bound.
         damping: Weight of stale gradients: 'none', 'inverse' for 1/(1+staleness), or 'distance' for
-            the paper's min(C/‖w_j − w_τ‖², η_max).
+            the paper's min(C/d², η_max), d the distance since.
         damping_constant: The C of 'distance'.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
-        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks together.
+        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
+            together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
     """
 
@@ -314,12 +321,13 @@ class KBatchAsyncStrategy(KAsyncStrategy):
             Default: one less than the workers.
         max_staleness: Drop gradients older than this many updates. Default: no bound.
         damping: Weight of stale gradients: 'none', 'inverse' for 1/(1+staleness), or 'distance' for
-            the paper's min(C/‖w_j − w_τ‖², η_max).
+            the paper's min(C/d², η_max), d the distance since.
         damping_constant: The C of 'distance'.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
-        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks together.
+        rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
+            together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
     """
 

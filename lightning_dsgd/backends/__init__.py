@@ -2,7 +2,8 @@
 
 A *backend* is one job's membership: rank, size, and how to open channels. A *channel* carries the
 collectives of one thread; every rank opens the same channels in the same order and issues the same
-operations on each. So the communication thread and the training thread never get in each other's way.
+operations on each. So the communication thread and the training thread never get in each other's
+way.
 
 Every wait ends: when the operation is done, when the alarm rings, or after `timeout`.
 Nothing outside this package imports horovod.
@@ -14,6 +15,7 @@ import abc
 import importlib.util
 import os
 import pickle
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,8 @@ from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.errors import BackendError, RoundTimeoutError, RunError
 
 BackendName = Literal["auto", "horovod", "torch"]
+Edge = tuple[int, int]
+"""Two ranks that exchange on their own, the lower one first."""
 
 _NAMING_PATIENCE = 8.0
 """Seconds to wait for the control plane to name the culprit of a broken collective."""
@@ -77,7 +81,7 @@ class Channel(abc.ABC):
         )
 
     def broken(self, error: Exception) -> RunError:
-        """The error of an operation that failed: the named culprit, if the control plane knows it."""
+        """The error of an operation that failed; names the culprit if the control plane knows."""
         if self.alarm.wait(_NAMING_PATIENCE) and self.alarm.error is not None:
             return self.alarm.error
         return RunError(f"rank {self.rank}: the collective '{self.name}' failed: {error}")
@@ -88,15 +92,26 @@ class Backend(abc.ABC):
 
     name: str
 
-    def __init__(self, rank: int, world_size: int, alarm: Alarm, timeout: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, alarm: Alarm, timeout: float, edges: Sequence[Edge] = ()
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.alarm = alarm
         self.timeout = timeout
+        self.edges = sorted(edges)
+
+    def partners(self) -> list[tuple[int, Edge]]:
+        """This rank's edges, in the order that is the same everywhere, with who is at the end."""
+        return [(sum(edge) - self.rank, edge) for edge in self.edges if self.rank in edge]
 
     @abc.abstractmethod
     def channel(self, name: str) -> Channel:
         """Open a channel; a collective operation itself."""
+
+    @abc.abstractmethod
+    def pairs(self) -> dict[int, Channel]:
+        """Open a channel of two per edge of this rank, by partner; only `sum_` is for use."""
 
     @abc.abstractmethod
     def abandon(self) -> None:
@@ -119,8 +134,8 @@ def choose_backend(name: BackendName) -> Literal["horovod", "torch"]:
         raise BackendError(f"backend={name!r} is unknown; choose 'auto', 'horovod' or 'torch'")
     if name == "horovod" and not horovod_installed():
         raise BackendError(
-            "backend='horovod', but Horovod is not installed; run `lightning-dsgd install-horovod`, "
-            "or use backend='torch'"
+            "backend='horovod', but Horovod is not installed; run "
+            "`lightning-dsgd install-horovod`, or use backend='torch'"
         )
     if name == "horovod" and not horovod_launched():
         raise BackendError(
@@ -142,12 +157,13 @@ def connect(
     device: torch.device,
     alarm: Alarm,
     timeout: float,
+    edges: Sequence[Edge] = (),
 ) -> Backend:
     """Join the job with the backend of that name."""
     if name == "horovod":
         from lightning_dsgd.backends.on_horovod import HorovodBackend
 
-        return HorovodBackend(rank, world_size, alarm, timeout)
+        return HorovodBackend(rank, world_size, alarm, timeout, edges)
     from lightning_dsgd.backends.on_torch import TorchBackend
 
-    return TorchBackend(rank, world_size, address, port, device, alarm, timeout)
+    return TorchBackend(rank, world_size, address, port, device, alarm, timeout, edges)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.backends import Backend, Channel
+from lightning_dsgd.backends import Backend, Channel, Edge
+from lightning_dsgd.errors import BackendError
 
 _SHORTEST_SLEEP = 1e-4
 _LONGEST_SLEEP = 5e-3
@@ -24,13 +26,28 @@ _CROWDED_CYCLE_MS = "5"
 """Horovod's own thread wakes once per cycle (1 ms by default), which crowded cores feel."""
 
 
+_process_sets: dict[Edge, Any] = {}
+"""The pairs that Horovod knows; it is started once per process."""
+
+
+def _pair_sets(hvd: Any, edges: Sequence[Edge], world_size: int) -> list[Any]:
+    """The process sets to start Horovod with; two ranks alone are the global one already."""
+    if world_size == 2:
+        _process_sets.update(dict.fromkeys(edges, hvd.global_process_set))
+        return []
+    _process_sets.update({edge: hvd.ProcessSet(list(edge)) for edge in edges})
+    return list(_process_sets.values())
+
+
 class HorovodBackend(Backend):
     """Horovod's global job. It is initialised once per process and left to its own exit handler."""
 
     name = "horovod"
 
-    def __init__(self, rank: int, world_size: int, alarm: Alarm, timeout: float) -> None:
-        super().__init__(rank, world_size, alarm, timeout)
+    def __init__(
+        self, rank: int, world_size: int, alarm: Alarm, timeout: float, edges: Sequence[Edge] = ()
+    ) -> None:
+        super().__init__(rank, world_size, alarm, timeout, edges)
         local_size = int(os.environ.get("HOROVOD_LOCAL_SIZE", "1"))
         if local_size > (os.cpu_count() or 1):
             os.environ.setdefault("HOROVOD_CYCLE_TIME", _CROWDED_CYCLE_MS)
@@ -39,10 +56,23 @@ class HorovodBackend(Backend):
 
         self.hvd: Any = hvd
         if not hvd.is_initialized():
-            hvd.init()
+            hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
 
     def channel(self, name: str) -> Channel:
         return HorovodChannel(name, self)
+
+    def pairs(self) -> dict[int, Channel]:
+        """One process set per edge, all of them given to Horovod when it started."""
+        missing = [edge for _, edge in self.partners() if edge not in _process_sets]
+        if missing:
+            raise BackendError(
+                f"Horovod was started in this process without the pair of ranks {missing[0]}, and "
+                "takes none later; let the strategy that exchanges in pairs be the first one used"
+            )
+        return {
+            partner: HorovodChannel(f"pair {a} and {b}", self, _process_sets[a, b])
+            for partner, (a, b) in self.partners()
+        }
 
     def abandon(self) -> None:
         """Nothing here: shutting down waits for the peers, and the process's end tells them."""
@@ -51,19 +81,26 @@ class HorovodBackend(Backend):
 class HorovodChannel(Channel):
     """Operations are told apart by the channel's name, so threads do not mix."""
 
-    def __init__(self, name: str, backend: HorovodBackend) -> None:
+    def __init__(self, name: str, backend: HorovodBackend, members: Any = None) -> None:
         super().__init__(name, backend.rank, backend.world_size, backend.alarm, backend.timeout)
         self.hvd = backend.hvd
+        self._members = members or self.hvd.global_process_set
 
     def sum_(self, tensor: Tensor) -> None:
-        self._finish("sum", lambda name: self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum))
+        add, members = self.hvd.Sum, self._members
+        self._finish(
+            "sum",
+            lambda name: self.hvd.allreduce_async_(tensor, name=name, op=add, process_set=members),
+        )
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         self._finish("broadcast", lambda name: self.hvd.broadcast_async_(tensor, root, name=name))
 
     def gather(self, tensor: Tensor) -> Tensor:
         row = tensor.unsqueeze(0)
-        result: Tensor = self._finish("gather", lambda name: self.hvd.allgather_async(row, name=name))
+        result: Tensor = self._finish(
+            "gather", lambda name: self.hvd.allgather_async(row, name=name)
+        )
         return result
 
     def _finish(self, kind: str, start: Any) -> Any:

@@ -1,7 +1,7 @@
 """Collectives on torch.distributed's process groups, built directly on a store.
 
-The default group stays uninitialised: with it, Lightning would broadcast a flag from rank 0 on every
-batch and so tie all ranks to rank 0's pace.
+The default group stays uninitialised: with it, Lightning would broadcast a flag from rank 0 on
+every batch and so tie all ranks to rank 0's pace.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.backends import Backend, Channel
+from lightning_dsgd.backends import Backend, Channel, Edge
 
 _JOBS = itertools.count()
 _abandoned: list[object] = []
@@ -38,21 +39,34 @@ class TorchBackend(Backend):
         device: torch.device,
         alarm: Alarm,
         timeout: float,
+        edges: Sequence[Edge] = (),
     ) -> None:
-        super().__init__(rank, world_size, alarm, timeout)
+        super().__init__(rank, world_size, alarm, timeout, edges)
         self._on_gpu = device.type == "cuda" and dist.is_nccl_available()
         store = _store(address, port, rank, world_size, timeout)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
         self._groups: list[Any] = []
+        self._opened = 0
 
     def channel(self, name: str) -> Channel:
-        store = dist.PrefixStore(f"{name}-{len(self._groups)}", self._store)
+        self._opened += 1
+        return self._open(name, self.rank, self.world_size)
+
+    def pairs(self) -> dict[int, Channel]:
+        """A group of two per edge: the wait of a send or receive could not be interrupted."""
+        self._opened += 1
+        return {
+            partner: self._open(f"pair {a} and {b}", (a, b).index(self.rank), 2)
+            for partner, (a, b) in self.partners()
+        }
+
+    def _open(self, name: str, rank: int, size: int) -> Channel:
+        store = dist.PrefixStore(f"{name}-{self._opened}", self._store)
         group: Any
         if self._on_gpu:
-            group = dist.ProcessGroupNCCL(store, self.rank, self.world_size)
+            group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         else:
-            limit = timedelta(seconds=self.timeout)
-            group = dist.ProcessGroupGloo(store, self.rank, self.world_size, limit)
+            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=self.timeout))
         self._groups.append(group)
         return TorchChannel(name, group, self)
 

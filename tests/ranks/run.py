@@ -1,7 +1,7 @@
 """Runs scenarios on one rank: `python -m tests.ranks.run MODULE OUT NAME...` under a launcher.
 
-Starting ranks costs seconds, so one launch serves many scenarios. Each leaves one file per rank, with
-what it returned or the error it raised.
+Starting ranks costs seconds, so one launch serves many scenarios. Each leaves one file per rank,
+with what it returned or the error it raised.
 """
 
 from __future__ import annotations

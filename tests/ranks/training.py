@@ -64,7 +64,9 @@ def share_of_slow_rank(out: Path) -> Result:
     """Rank 3 takes ten times as long: how many of the gradients are its own?"""
     shares: Result = {}
     for cls in (dsgd.KBatchSyncStrategy, dsgd.KBatchAsyncStrategy):
-        strategy = cls(k=4, timeout=60.0, **({"cancel_late": False} if "Sync" in cls.__name__ else {}))
+        strategy = cls(
+            k=4, timeout=60.0, **({"cancel_late": False} if "Sync" in cls.__name__ else {})
+        )
         delays = dsgd.Stragglers()
         for rank in range(4):
             delays.slow(rank, seconds=0.2 if rank == 3 else 0.02)
@@ -78,7 +80,9 @@ def share_of_slow_rank(out: Path) -> Result:
 def _scheduled() -> Any:
     class Scheduled(Toy):
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
+            optimizer = torch.optim.SGD(
+                self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01
+            )
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.8)
             return {
                 "optimizer": optimizer,
@@ -89,6 +93,7 @@ def _scheduled() -> Any:
 
 
 def _fifty_steps(strategy: Any) -> Result:
+    pl.seed_everything(5)
     module = _scheduled()
     trainer = trainer_for(
         strategy,
@@ -213,7 +218,9 @@ def predictions_and_gathers(out: Path) -> Result:
         "gathered": module.gathered,
         "predicted": sum(len(part) for part in predicted),
         "gradient": float(value.grad),
-        "reduced": [float(strategy.reduce(whole, reduce_op=op)) for op in ("mean", "sum", "min", "max")],
+        "reduced": [
+            float(strategy.reduce(whole, reduce_op=op)) for op in ("mean", "sum", "min", "max")
+        ],
         "broadcast": strategy.broadcast({"from": trainer.global_rank}, src=2),
         "any": strategy.reduce_boolean_decision(trainer.global_rank == 1, all=False),
         "all": strategy.reduce_boolean_decision(trainer.global_rank == 1, all=True),
@@ -221,7 +228,7 @@ def predictions_and_gathers(out: Path) -> Result:
 
 
 def shards_and_buffers(out: Path) -> Result:
-    """Ranks see different data; BatchNorm's statistics end up equal; torchmetrics are synchronised."""
+    """Different data per rank; equal BatchNorm statistics; synchronised torchmetrics."""
     from torchmetrics import MeanMetric
 
     class Normed(Toy):
@@ -241,7 +248,9 @@ def shards_and_buffers(out: Path) -> Result:
 
     module = Normed()
     trainer = trainer_for(
-        dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), max_epochs=1, use_distributed_sampler=True
+        dsgd.BackupWorkersStrategy(backups=0, timeout=60.0),
+        max_epochs=1,
+        use_distributed_sampler=True,
     )
     trainer.fit(module, loader(), loader(64, shuffle=False))
     return {
@@ -328,11 +337,10 @@ def other_import_name(out: Path) -> Result:
 # ------------------------------------------------------------------------- resuming
 
 
-def _resumable(out: Path, name: str, strategy: Any, **options: Any) -> tuple[Any, Any]:
-    module = Toy()
+def _resumable(strategy: Any, **options: Any) -> tuple[Any, Any]:
     pl.seed_everything(3)
-    trainer = trainer_for(strategy, **options)
-    return module, trainer
+    module = Toy().double()  # or a checkpoint's float64 weights would go through float32
+    return module, trainer_for(strategy, **options)
 
 
 def resume(out: Path) -> Result:
@@ -340,7 +348,7 @@ def resume(out: Path) -> Result:
     ends = {}
     for name, epochs, start in (("half", 2, None), ("resumed", 4, "half"), ("whole", 4, None)):
         module, trainer = _resumable(
-            out, name, dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), max_epochs=epochs
+            dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), max_epochs=epochs
         )
         path = str(out / f"{start}.ckpt") if start else None
         trainer.fit(module, loader(), ckpt_path=path)
@@ -358,11 +366,11 @@ def resume_state(out: Path) -> Result:
     }
     for name, make in makers.items():
         first = make()
-        module, trainer = _resumable(out, name, first, max_steps=9, max_epochs=-1)
+        module, trainer = _resumable(first, max_steps=9, max_epochs=-1)
         trainer.fit(module, loader())
         trainer.save_checkpoint(out / f"{name}-state.ckpt")
         second = make()
-        module, trainer = _resumable(out, name, second, max_steps=15, max_epochs=-1)
+        module, trainer = _resumable(second, max_steps=15, max_epochs=-1)
         trainer.fit(module, loader(), ckpt_path=str(out / f"{name}-state.ckpt"))
         saved = torch.load(out / f"{name}-state.ckpt", weights_only=False)["lightning_dsgd"]
         found[name] = {"saved": saved, "steps": trainer.global_step, "after": second.policy_state}
@@ -374,7 +382,11 @@ def resume_on_fewer(out: Path) -> Result:
     module = Toy()
     trainer = trainer_for(dsgd.BackupWorkersStrategy(timeout=60.0), max_epochs=5, devices=2)
     trainer.fit(module, loader(), ckpt_path=str(out / "half.ckpt"))
-    return {"digest": digest(module), "epochs": trainer.current_epoch, "finite": bool(np.isfinite(flat(module)).all())}
+    return {
+        "digest": digest(module),
+        "epochs": trainer.current_epoch,
+        "finite": bool(np.isfinite(flat(module)).all()),
+    }
 
 
 NAMES = [

@@ -1,0 +1,500 @@
+"""The gossip exchange as a Lightning strategy: one Lightning iteration is one step of the own
+model.
+
+Ranks make unequal numbers of steps, so whatever they do together happens between *segments*. A
+segment is a number of gradients over all ranks; who asks first makes more of them. It ends, on all
+ranks together, with the mean of all models: at the end of an epoch, and within it where
+`resync_every` says so.
+
+From an epoch's last step to the next one's first, the module holds the mean; then training goes on
+from the own model, or from the mean.
+"""
+
+from __future__ import annotations
+
+import abc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dsgd.backends import BackendName
+from lightning_dsgd.control import Control
+from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.data import RoundsLoader, local_length
+from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.gossip import Counts, GossipExchange, SharedModel
+from lightning_dsgd.gradients import Flat, FlatLayout
+from lightning_dsgd.policy import Policy
+from lightning_dsgd.protocol import Segment
+from lightning_dsgd.strategy import CollectiveStrategy
+from lightning_dsgd.worlds import Callback, LightningModule, Trainer
+
+Resync = Literal["never", "epoch"]
+
+
+class GossipLoader(RoundsLoader):
+    """A rank's batches, over and over: the strategy knows when an epoch is over, not the data.
+
+    Its length is the rank's share of an epoch if all were equally fast; 0 stands for an unknown
+    one.
+    """
+
+    def __len__(self) -> int:
+        if not self._length:
+            raise TypeError("the training data has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._source, self._next, self._restarts = None, [], 0
+        self._keeper.begin_epoch()
+        while True:
+            yield self.take()
+
+
+class GossipTally:
+    """Every rank's counts and how far the models were apart, at the end of a segment."""
+
+    def __init__(self, ranks: list[Counts], consensus: float) -> None:
+        self.ranks = ranks
+        self.consensus = consensus
+        """Root mean square, over the ranks, of the distance between a model and the mean of all."""
+
+    def values(self) -> dict[str, float]:
+        """For loggers."""
+        values = {"consensus": self.consensus}
+        for rank, counts in enumerate(self.ranks):
+            values[f"gradients/{rank}"] = float(counts.gradients)
+            values[f"started/{rank}"] = float(counts.started)
+            values[f"answered/{rank}"] = float(counts.answered)
+            values[f"partner_age/{rank}"] = counts.mean_age
+        return values
+
+    def table(self) -> str:
+        """The run at a glance."""
+        lines = [f"distance to the mean model {self.consensus:.3g}"]
+        lines.append(f"{'rank':>4}  {'gradients':>9}  {'started':>7}  {'answered':>8}  {'age':>6}")
+        for rank, c in enumerate(self.ranks):
+            lines.append(
+                f"{rank:>4}  {c.gradients:>9}  {c.started:>7}  {c.answered:>8}  {c.mean_age:>6.1f}"
+            )
+        return "\n".join(lines)
+
+
+class GossipStrategy(CollectiveStrategy):
+    """Base of strategies on the gossip exchange."""
+
+    def __init__(
+        self,
+        *,
+        resync_every: Resync | int = "never",
+        gradients_per_epoch: int | None = None,
+        backend: BackendName = "auto",
+        timeout: float = 300.0,
+    ) -> None:
+        if isinstance(resync_every, bool) or not (
+            resync_every in ("never", "epoch")
+            or (isinstance(resync_every, int) and resync_every > 0)
+        ):
+            raise ConfigurationError(
+                f"resync_every={resync_every!r} must be 'never', 'epoch' or a number of steps, 1 or more"
+            )
+        if gradients_per_epoch is not None and gradients_per_epoch < 1:
+            raise ConfigurationError(
+                f"gradients_per_epoch={gradients_per_epoch} must be at least 1"
+            )
+        super().__init__(backend=backend, timeout=timeout)
+        self.resync_every = resync_every
+        self.gradients_per_epoch = gradients_per_epoch
+        self.tally: GossipTally | None = None
+        """As of the last segment's end; kept after training."""
+        self._coordinator: Coordinator | None = None
+        self._control: Control | None = None
+        self._exchange: GossipExchange | None = None
+        self._in_epoch = False
+        self._stepping = False
+        self._fresh = True
+        self._announced = False
+
+    # ------------------------------------------------------- what an algorithm defines
+
+    @abc.abstractmethod
+    def make_policy(self) -> Policy:
+        """The rule that counts gradients and chooses pairs."""
+
+    @abc.abstractmethod
+    def is_active(self) -> bool:
+        """Does this rank start an exchange with each of its gradients?"""
+
+    # ------------------------------------------------------------------ start and end
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        if trainer.state.fn == "fit":
+            check_fit(type(self).__name__, trainer)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        check_optimizers(type(self).__name__, self.optimizers)
+        if trainer.fast_dev_run:  # its limits are an epoch's too, and the own steps may exceed them
+            trainer.fit_loop.epoch_loop.max_steps = -1
+        if not any(isinstance(callback, GossipMonitor) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, GossipMonitor())
+
+    def start_gossip(self, trainer: Trainer) -> None:
+        """Connect the control plane and start the communication thread; collective."""
+        assert self._backend is not None and self._main is not None and self.model is not None
+        layout = FlatLayout(self.model.parameters())
+        if not layout.parameters:
+            raise ConfigurationError("the model has no parameter to train")
+        self._batches = self._batches_per_epoch(trainer)
+        self._made = 0
+        self._flat, self._after = layout.zeros(), layout.zeros()
+        self._views = list(zip(layout.views(self._flat), layout.views(self._after), strict=True))
+        self._own_buffers: list[Tensor] | None = None
+        self._fresh, self._announced = True, False
+        own = layout.zeros()
+        for parameter, view in layout.views(own):
+            view.copy_(parameter.detach())
+        ticket = None
+        address = self.control_address()
+        if self.is_global_zero:
+            self._coordinator = Coordinator(
+                self.make_policy(), self.world_size, address, timeout=self.timeout
+            )
+            self._coordinator.start()
+            ticket = self._coordinator.ticket
+        ticket = self._main.broadcast_object(ticket)
+        self._control = Control(ticket, self.global_rank, self.alarm)
+        self._exchange = GossipExchange(
+            self.global_rank,
+            self._backend.pairs(),
+            self._control,
+            SharedModel(own),
+            layout.zeros,
+            self.alarm,
+            active=self.is_active(),
+            timeout=self.timeout,
+        )
+        self._control.await_welcome()
+
+    def _batches_per_epoch(self, trainer: Trainer) -> int:
+        """All ranks' batches of one pass over the data."""
+        assert self._main is not None
+        shares = self._main.gather_objects(float(trainer.fit_loop.max_batches))
+        if self.gradients_per_epoch is not None:
+            return self.gradients_per_epoch * trainer.accumulate_grad_batches
+        if float("inf") in shares:
+            raise ConfigurationError(
+                "the training data has no length, so an epoch has no number of gradients; give "
+                "`gradients_per_epoch` to the strategy, or limit_train_batches to the Trainer"
+            )
+        return int(sum(shares))
+
+    def finish_gossip(self) -> None:
+        """After the last epoch: say goodbye together, then end the threads."""
+        if self._control is None:
+            return
+        assert self._main is not None
+        self._main.barrier()
+        self._control.leave()
+        self._main.barrier()
+        self._close_gossip()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._control is not None:
+            ours = not isinstance(exception, RunError)
+            self._control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
+            if self.is_global_zero:
+                time.sleep(0.3)  # the coordinator's word must be out before its port closes
+        super().on_exception(exception)
+        if self._control is not None:
+            # the communication thread must leave its exchange before its socket is closed
+            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
+            self._close_gossip()
+
+    def _close_gossip(self) -> None:
+        exchange, control, coordinator = self._exchange, self._control, self._coordinator
+        self._exchange = self._control = self._coordinator = None
+        self._in_epoch = False
+        if exchange is not None:
+            exchange.close()
+        if control is not None:
+            control.close()
+        if coordinator is not None:
+            coordinator.stop()
+
+    # --------------------------------------------------------------------------- data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return dataloader
+        length = local_length(dataloader, trainer.limit_train_batches)
+        return GossipLoader(dataloader, length or 0, self)
+
+    def begin_epoch(self) -> None:
+        """Called when the epoch's first batch is asked for."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        gradients = self._batches // trainer.accumulate_grad_batches
+        if gradients < self.world_size:
+            raise ConfigurationError(
+                f"an epoch of {gradients} gradients leaves a rank of {self.world_size} without any; "
+                "give more data, smaller batches, or `gradients_per_epoch` to the strategy"
+            )
+        # the strategy ends the epoch: no limit of Lightning's may come before
+        fit_loop = trainer.fit_loop
+        assert fit_loop._data_fetcher is not None
+        fit_loop.max_batches = fit_loop._data_fetcher.length = self._batches + 1
+        trainer.val_check_batch = sys.maxsize
+        if self._own_buffers is not None:
+            self._restore_buffers(self._own_buffers)
+        self._own_buffers = None
+        self._epoch_end = self._made + gradients
+        self._in_epoch = True
+        self._begin_segment()
+
+    def begin_iteration(self) -> bool:
+        """Every iteration takes a fresh batch."""
+        return True
+
+    def _begin_segment(self) -> None:
+        """The next gradients may be made; rank 0 says so."""
+        assert self._control is not None
+        self._segment_end = self._epoch_end
+        if isinstance(self.resync_every, int):
+            length = self.resync_every * self.world_size
+            if self._epoch_end - self._made >= 2 * length:
+                self._segment_end = self._made + length
+        if self.is_global_zero:
+            self._control.announce(Segment(self._segment_end))
+
+    # -------------------------------------------------------------------- one gradient
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fresh:
+            self._load_own()
+            self._fresh = False
+        return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._stepping:
+            self._announce()
+
+    def _announce(self) -> None:
+        """The gradient is there: take the averaged model, to which the step will be applied."""
+        assert self._exchange is not None
+        self._exchange.computed()
+        self._load_own()
+        self._announced = True
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        self._stepping = True
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        if not self._announced:  # training_step has returned None: there was no backward
+            self._announce()
+        self._step_made()
+        return output
+
+    @torch.no_grad()
+    def _load_own(self) -> None:
+        assert self._exchange is not None
+        self._seen = self._exchange.model.read(self._flat)
+        for (parameter, view), _ in self._views:
+            parameter.copy_(view)
+
+    @torch.no_grad()
+    def _step_made(self) -> None:
+        assert self._exchange is not None
+        for _, (parameter, view) in self._views:
+            view.copy_(parameter)
+        self._exchange.model.move(self._flat, self._after, self._seen)
+        self._fresh, self._announced = True, False
+        if not self._exchange.may_go_on():
+            self._end_segment()
+
+    # -------------------------------------------------------------------- all together
+
+    def _end_segment(self) -> None:
+        """All gradients are made: form the mean of all models."""
+        assert self._exchange is not None and self.model is not None
+        self._exchange.await_close()
+        self._made = self._segment_end
+        mean = self._mean_model()
+        self._own_buffers = [buffer.clone() for buffer in self.model.buffers()]
+        self.average_buffers()
+        if self.resync_every != "never":
+            self._exchange.model.replace(mean)
+            self._own_buffers = None
+        if self._segment_end < self._epoch_end:
+            self._begin_segment()
+        else:
+            self._end_epoch(mean)
+
+    def _mean_model(self) -> Flat:
+        """The mean of all ranks' models, and where they stood around it."""
+        assert self._exchange is not None and self._main is not None
+        own, mean = self._after, self._flat
+        self._exchange.model.read(own)
+        self._exchange.model.read(mean)
+        square = torch.zeros(1, dtype=torch.float64)
+        for model, total in zip(own, mean, strict=True):
+            self._main.sum_(total.div_(self.world_size))
+            square += (model - total).double().square().sum().cpu()
+        self._main.sum_(square)
+        ranks = self._main.gather_objects(self._exchange.counts)
+        self.tally = GossipTally(ranks, float(square / self.world_size) ** 0.5)
+        return mean
+
+    @torch.no_grad()
+    def _end_epoch(self, mean: Flat) -> None:
+        """The module holds the mean now, and Lightning is told that this was the last batch."""
+        assert self.lightning_module is not None
+        for (parameter, view), _ in self._views:
+            parameter.copy_(view)
+        trainer = self.lightning_module.trainer
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        progress.is_last_batch = True
+        assert trainer.fit_loop._data_fetcher is not None
+        trainer.fit_loop._data_fetcher.done = True
+        trainer.val_check_batch = progress.current.ready
+        self._in_epoch = False
+
+    @torch.no_grad()
+    def _restore_buffers(self, saved: list[Tensor]) -> None:
+        assert self.model is not None
+        for buffer, own in zip(self.model.buffers(), saved, strict=True):
+            buffer.copy_(own)
+
+    # ----------------------------------------------------- Lightning's own collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        self._refuse_inside_epoch("a barrier")
+        super().barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._refuse_inside_epoch("a broadcast")
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        self._refuse_inside_epoch("a reduction, such as self.log(on_step=True, sync_dist=True),")
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self._refuse_inside_epoch("an all_gather")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _refuse_inside_epoch(self, what: str) -> None:
+        if self._in_epoch:
+            raise ConfigurationError(
+                f"{what} inside the training epoch would hang: with {type(self).__name__} the ranks "
+                "make unequal numbers of steps; do it at the end of the epoch (on_epoch=True)"
+            )
+
+
+class GossipMonitor(Callback):
+    """Ties gossip to the Trainer's course: start, end, and logs. Inserted by the strategy."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loaders = trainer.fit_loop._combined_loader
+        if loaders is not None and len(loaders.flattened) != 1:
+            raise ConfigurationError(
+                f"training takes one dataloader and there are {len(loaders.flattened)}; combine "
+                "them into one dataset"
+            )
+        _strategy(trainer).start_gossip(trainer)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.fit_loop.restarting and progress.is_last_batch:
+            # the checkpoint was written at the end of an epoch, whatever its number of steps
+            trainer.val_check_batch = progress.current.ready
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = _strategy(trainer)
+        assert strategy._exchange is not None
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            assert strategy.tally is not None
+            self._log(trainer, strategy.tally.values())
+        elif trainer.global_step % trainer.log_every_n_steps == 0:
+            counts = strategy._exchange.counts
+            values = {"started": counts.started, "answered": counts.answered}
+            self._log(trainer, {**values, "partner_age": counts.last_age})
+
+    def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            named = {f"dsgd/{name}": value for name, value in values.items()}
+            logger.log_metrics(named, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _strategy(trainer)._in_epoch:
+            raise ConfigurationError(
+                "this rank has left the epoch alone, through trainer.should_stop or a -1 from "
+                "on_train_batch_start; stop at the end of an epoch instead"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).finish_gossip()
+
+
+def _strategy(trainer: Trainer) -> GossipStrategy:
+    strategy: GossipStrategy = trainer.strategy  # type: ignore[assignment]  # inserted by it alone
+    return strategy
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+def check_fit(name: str, trainer: Trainer) -> None:
+    """Refuse what counts steps, which differ between ranks here, or meets inside an epoch."""
+
+    def refuse(what: str, instead: str) -> NoReturn:
+        raise ConfigurationError(
+            f"{name} does not work with {what}: ranks make unequal numbers of steps; {instead}"
+        )
+
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{name} needs automatic optimization; remove `automatic_optimization = False`"
+        )
+    if not trainer.fast_dev_run and trainer.max_steps != -1:
+        refuse("max_steps", "use max_epochs, and `gradients_per_epoch` on the strategy")
+    if trainer.min_steps is not None:
+        refuse("min_steps", "use min_epochs")
+    if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
+        refuse("val_check_interval", "use check_val_every_n_epoch")
+    for callback in trainer.callbacks:
+        _check_callback(callback, refuse)
+
+
+def _check_callback(callback: Any, refuse: Callable[[str, str], NoReturn]) -> None:
+    if getattr(callback, "_every_n_train_steps", 0) or getattr(callback, "_train_time_interval", 0):
+        refuse("checkpoints inside an epoch", "use ModelCheckpoint(every_n_epochs=...)")
+    if type(callback).__name__ == "Timer" and getattr(callback, "_interval", "") == "step":
+        refuse("max_time or a Timer per step", "use the callback Timer(..., interval='epoch')")
+
+
+def check_optimizers(name: str, optimizers: list[Optimizer]) -> None:
+    """One optimizer, one evaluation of the loss per step."""
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"{name} works with one optimizer and the module configures {len(optimizers)}; put all "
+            "parameters into one optimizer's groups"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise ConfigurationError("LBFGS evaluates the loss several times per update; use another")

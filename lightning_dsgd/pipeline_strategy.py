@@ -1,0 +1,342 @@
+"""The pipeline exchange as a Lightning strategy: an all-reduce hides behind the next gradient.
+
+Every rank makes every step, so Lightning's loaders, counters and limits stay as they are. What
+changes is one step's course, with w the parameters:
+
+1. Forward and backward at this rank's own, tentative point, while the previous steps are averaged.
+2. At the end of backward: wait for that mean, move w to the new common point, and correct the
+   gradient for the move. With accumulation this happens at a step's last mini-batch, on the whole
+   gradient.
+3. Lightning clips the corrected gradient and runs the optimizer.
+4. What that changed in w is this rank's step; its exchange starts.
+
+A *drain* takes in the exchange under way without a new gradient: afterwards all ranks hold the same
+parameters. It happens at the end of every epoch, before validation, before a checkpoint and at the
+end.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dsgd.backends import BackendName
+from lightning_dsgd.control import Control
+from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.gradients import FlatLayout
+from lightning_dsgd.monitor import CHECKPOINT_KEY
+from lightning_dsgd.pipeline import WIRES, Pipeline, Wire
+from lightning_dsgd.points import Points
+from lightning_dsgd.policy import RoundsPolicy
+from lightning_dsgd.protocol import Segment
+from lightning_dsgd.strategy import CollectiveStrategy
+from lightning_dsgd.tally import Tally
+from lightning_dsgd.worlds import Callback, LightningModule, Trainer
+
+_NO_END = 2**62
+
+
+class PipelineStrategy(CollectiveStrategy):
+    """Base of strategies that exchange steps behind the next gradient."""
+
+    def __init__(
+        self, *, wire: Wire = "full", backend: BackendName = "auto", timeout: float = 300.0
+    ) -> None:
+        if wire not in WIRES:
+            raise ConfigurationError(f"wire={wire!r} is unknown; choose {', '.join(WIRES)}")
+        super().__init__(backend=backend, timeout=timeout)
+        if wire == "bf16" and self.backend_name == "horovod":
+            raise ConfigurationError(
+                "wire='bf16' is not available on Horovod, which cannot sum that type; use "
+                "wire='fp16'"
+            )
+        self.wire: Wire = wire
+        self.tally: Tally | None = None
+        """Rank 0's count of who took how long; kept after training."""
+        self._coordinator: Coordinator | None = None
+        self._control: Control | None = None
+        self._pipeline: Pipeline | None = None
+        self._points: Points | None = None
+        self._stepping = False
+        self._settled = False
+        self._moved: Tensor | None = None
+        self._logged = (0.0, 0.0)
+
+    # ------------------------------------------------------- what an algorithm defines
+
+    @abc.abstractmethod
+    def correct(self, points: Points) -> None:
+        """Mend the gradient, in place, for the move that `points.rejoin` has just made."""
+
+    @abc.abstractmethod
+    def make_policy(self) -> RoundsPolicy:
+        """Counts the ranks that have come to an exchange, for the tally and for time-outs."""
+
+    def step_values(self) -> dict[str, float]:
+        """The algorithm's own numbers of the latest step, for loggers."""
+        return {}
+
+    # ------------------------------------------------------------------ start and end
+
+    def check_world(self) -> None:
+        """One worker is plain training."""
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        module = self.lightning_module
+        if trainer.state.fn == "fit" and module is not None and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs automatic optimization; remove "
+                "`automatic_optimization = False` from the module"
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        if len(self.optimizers) != 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} works with one optimizer and the module configures "
+                f"{len(self.optimizers)}; put all parameters into one optimizer's groups"
+            )
+        if isinstance(self.optimizers[0], torch.optim.LBFGS):
+            raise ConfigurationError("LBFGS evaluates the loss several times per step; use another")
+        if not any(isinstance(callback, PipelineMonitor) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, PipelineMonitor())
+
+    def start_pipeline(self, trainer: Trainer) -> None:
+        """Connect the control plane and start the communication thread; collective."""
+        assert self._backend is not None and self._main is not None
+        self._check_lengths(trainer.num_training_batches)
+        self._points = None
+        address = self.control_address()
+        ticket = None
+        if self.is_global_zero:
+            policy = self.make_policy()
+            self._coordinator = Coordinator(
+                policy, self.world_size, address, timeout=self.timeout, warn=_warn
+            )
+            self.tally = self._coordinator.tally
+            self._coordinator.start()
+            ticket = self._coordinator.ticket
+        self._control = Control(self._main.broadcast_object(ticket), self.global_rank, self.alarm)
+        self._control.await_welcome()
+        if self.is_global_zero:
+            self._control.announce(Segment(_NO_END))
+        self._pipeline = Pipeline(
+            self._backend.channel("pipeline"),
+            self._control,
+            wire=self.wire,
+            version=trainer.global_step,
+        )
+        self._main.barrier()
+
+    def _check_lengths(self, mine: float) -> None:
+        """Every rank takes part in every step, so none may have more steps than another."""
+        assert self._main is not None
+        lengths = self._main.gather_objects(mine)
+        if len(set(lengths)) > 1:
+            counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+            raise ConfigurationError(
+                f"the ranks have unequal numbers of training batches ({counts}); use a sampler "
+                "that deals them out evenly, or limit_train_batches"
+            )
+
+    def finish_pipeline(self) -> None:
+        """After the last step and a drain: say goodbye together, then end the threads."""
+        if self._control is None:
+            return
+        assert self._main is not None
+        self._main.barrier()
+        self._control.leave()
+        self._main.barrier()
+        self._close_pipeline()
+
+    def on_exception(self, exception: BaseException) -> None:
+        control = self._control
+        if control is not None:
+            ours = not isinstance(exception, RunError)
+            control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
+            if self.is_global_zero:
+                time.sleep(0.3)  # the coordinator's word must be out before its port closes
+        super().on_exception(exception)
+        if control is not None:
+            # the communication thread must leave its collective before its socket is closed
+            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
+            self._close_pipeline()
+
+    def _close_pipeline(self) -> None:
+        pipeline, control, coordinator = self._pipeline, self._control, self._coordinator
+        self._pipeline = self._control = self._coordinator = self._points = None
+        if pipeline is not None:
+            pipeline.close()
+        if control is not None:
+            control.close()
+        if coordinator is not None:
+            coordinator.stop()
+
+    # ---------------------------------------------------------------------- one step
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._stepping:
+            self._settle()
+        return loss
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        self._stepping, self._settled = True, False
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        if (
+            not self._settled
+        ):  # training_step gave no loss: this rank's step is nil, but it takes part
+            self._settle()
+        assert self._pipeline is not None and self._points is not None
+        self._pipeline.start(self._points.stepped())
+        return result
+
+    def _settle(self) -> None:
+        """Move to the common point; correct the gradient for the move; remember the point."""
+        assert self._pipeline is not None
+        if self._pipeline.under_way:
+            assert self._points is not None
+            self._pipeline.finish()
+            self._points.rejoin()
+            self._moved = self._points.distance()
+            self.correct(self._points)
+        else:
+            self._refresh_layout()
+        assert self._points is not None
+        self._points.mark()
+        self._settled = True
+
+    def _refresh_layout(self) -> None:
+        """Parameters may have been frozen or freed since the last drain."""
+        assert self.model is not None
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigurationError("the model has no parameter to train")
+        known = [] if self._points is None else self._points.layout.parameters
+        if [id(p) for p in trained] != [id(p) for p in known]:
+            self._points = None  # frees its memory first
+            self._points = Points(FlatLayout(trained))
+
+    def drain(self) -> None:
+        """Take in what is under way, so that all ranks hold the same parameters; collective."""
+        if self._pipeline is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self._pipeline.under_way:
+                assert self._points is not None
+                self._pipeline.finish()
+                self._points.rejoin()
+            self.average_buffers()
+
+    # ------------------------------------------------------------ checkpoints and logs
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.drain()
+        return super().lightning_module_state_dict()
+
+    def gathered_optimizer_states(self) -> list[dict[str, Any]]:
+        """Every rank's optimizer state, on rank 0: momentum differs between ranks. Collective."""
+        if self._pipeline is None or self._main is None:
+            return []
+        states = []
+        mine = apply_to_collection(self.optimizers[0].state_dict(), Tensor, _on_cpu)
+        for root in range(self.world_size):
+            state = self._main.broadcast_object(mine if root == self.global_rank else None, root)
+            if self.is_global_zero:
+                states.append(state)
+        return states
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        saved = checkpoint.get(CHECKPOINT_KEY, {})
+        states = saved.pop("optimizers", []) if saved.get("strategy") == self.strategy_name else []
+        if len(states) == self.world_size:
+            checkpoint["optimizer_states"] = [states[self.global_rank]]
+        elif states and self.is_global_zero:
+            _warn(
+                f"the checkpoint is from {len(states)} ranks and this run has {self.world_size}: "
+                "every rank starts with rank 0's optimizer state"
+            )
+        return checkpoint
+
+    def logged_values(self) -> dict[str, float]:
+        """The latest step in numbers, and the share of the exchanges hidden since last asked."""
+        values = self.step_values()
+        if self._moved is not None:
+            values["distance"] = float(self._moved)
+        if self._pipeline is not None:
+            busy, waited = self._pipeline.busy_seconds, self._pipeline.waited_seconds
+            past_busy, past_waited = self._logged
+            self._logged = (busy, waited)
+            if busy > past_busy:
+                values["hidden"] = max(0.0, 1 - (waited - past_waited) / (busy - past_busy))
+        return values
+
+
+class PipelineMonitor(Callback):
+    """Ties the pipeline to the Trainer's course; the strategy puts it in front of the others."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).start_pipeline(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.loggers or trainer.global_step % trainer.log_every_n_steps:
+            return
+        values = _strategy(trainer).logged_values()
+        named = {f"dsgd/{name}": value for name, value in values.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).drain()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).drain()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = _strategy(trainer)
+        strategy.drain()
+        strategy.finish_pipeline()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        strategy = _strategy(trainer)
+        checkpoint[CHECKPOINT_KEY] = {
+            "strategy": strategy.strategy_name,
+            "world_size": strategy.world_size,
+            "optimizers": strategy.gathered_optimizer_states(),
+        }
+
+
+def _strategy(trainer: Trainer) -> PipelineStrategy:
+    strategy: PipelineStrategy = trainer.strategy  # type: ignore[assignment]  # inserted by it alone
+    return strategy
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
+def _warn(text: str) -> None:
+    print(f"lightning-dsgd: {text}", flush=True)

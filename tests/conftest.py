@@ -1,0 +1,28 @@
+"""One launch per launcher serves all checks of the training scenarios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import launching
+from tests.ranks import training
+
+
+@pytest.fixture(scope="session", params=launching.LAUNCHERS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with every training scenario's outcome, for each launcher in turn."""
+    out = tmp_path_factory.mktemp(request.param)
+    names = training.NAMES
+    done = launching.launch(request.param, "training", names, out, timeout=900.0)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return out
+
+
+@pytest.fixture(scope="session")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lightning's own DDP on the same problem."""
+    out = tmp_path_factory.mktemp("ddp")
+    launching.launch("torchrun", "training", ["lightning_ddp"], out)
+    return out

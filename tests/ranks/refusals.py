@@ -1,0 +1,84 @@
+"""User mistakes that only a job of several ranks shows: each must fail on every rank, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lightning_dsgd as dsgd
+from tests.ranks.run import rank
+from tests.ranks.toy import Toy, dataset, loader, trainer_for
+
+
+def _fit(strategy: Any, module: Any = None, data: Any = None, **options: Any) -> None:
+    trainer_for(strategy, max_epochs=1, **options).fit(module or Toy(), data or loader())
+
+
+def too_many_backups(out: Path) -> None:
+    _fit(dsgd.BackupWorkersStrategy(backups=4))
+
+
+def k_above_the_world(out: Path) -> None:
+    _fit(dsgd.KAsyncStrategy(k=5))
+
+
+def k0_above_the_world(out: Path) -> None:
+    _fit(dsgd.AdaSyncStrategy(k0=9))
+
+
+def two_optimizers(out: Path) -> None:
+    class Two(Toy):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+        automatic_optimization = True
+
+    _fit("backup_workers", Two())
+
+
+def manual_optimization(out: Path) -> None:
+    module = Toy()
+    module.automatic_optimization = False
+    _fit("backup_workers", module)
+
+
+def unequal_lengths(out: Path) -> None:
+    data = torch.utils.data.DataLoader(dataset(40 + 8 * rank()), batch_size=4)
+    _fit("backup_workers", data=data, use_distributed_sampler=False)
+
+
+def no_length(out: Path) -> None:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(dataset())
+
+    _fit("k_sync", data=torch.utils.data.DataLoader(Endless(), batch_size=4))
+
+
+def several_loaders(out: Path) -> None:
+    _fit("backup_workers", data=[loader(), loader()])
+
+
+def half_precision(out: Path) -> None:
+    class Scaled:
+        scaler = torch.amp.GradScaler("cpu")
+
+    strategy = dsgd.BackupWorkersStrategy()
+    trainer = trainer_for(strategy, max_epochs=1)
+    trainer.strategy.precision_plugin.scaler = Scaled.scaler
+    trainer.fit(Toy(), loader())
+
+
+EXPECTED = {
+    "too_many_backups": "backups=4",
+    "k_above_the_world": "k=5",
+    "k0_above_the_world": "k=9",
+    "two_optimizers": "one optimizer",
+    "manual_optimization": "automatic optimization",
+    "unequal_lengths": "rank 3: 16",
+    "no_length": "rounds_per_epoch",
+    "several_loaders": "one dataloader",
+    "half_precision": "bf16-mixed",
+}

@@ -1,0 +1,160 @@
+"""What the ranks computed, against independent re-computations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_dsgd.damping import damping_factor
+from lightning_dsgd.protocol import Round
+from lightning_dsgd.trace import make_policy, read_trace
+from tests.launching import results
+from tests.ranks.toy import LR, MOMENTUM
+from tests.ranks.training import FAMILIES
+
+
+def gradient_of(round_: Round, ranks: list[Any], *, mean: bool, weight: Any) -> np.ndarray:
+    """The update's gradient, from what each rank says it published."""
+    parts = zip(round_.workers, round_.seqs, round_.staleness(), strict=True)
+    total = sum(weight(age) * ranks[worker]["published"][seq] for worker, seq, age in parts)
+    return total / sum(round_.batches) if mean else total
+
+
+def replayed(ranks: list[Any], *, mean: bool = True, weight: Any = lambda age: 1.0) -> np.ndarray:
+    """SGD with momentum over the recorded contributions, in NumPy."""
+    parameters = ranks[0]["start"].copy()
+    momentum = np.zeros_like(parameters)
+    for round_ in ranks[0]["rounds"]:
+        gradient = gradient_of(round_, ranks, mean=mean, weight=weight)
+        momentum = MOMENTUM * momentum + gradient
+        parameters -= LR * momentum
+    return parameters
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_replicas_are_bit_identical_at_every_version(trained: Path, name: str) -> None:
+    ranks = results(trained, name)
+    assert [rank["steps"] for rank in ranks] == [40] * 4
+    for rank in ranks[1:]:
+        assert rank["digests"] == ranks[0]["digests"]
+        assert rank["rounds"] == ranks[0]["rounds"]
+    assert len(set(ranks[0]["digests"].values())) == 40
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_equal_a_numpy_recomputation_from_contributions(trained: Path, name: str) -> None:
+    ranks = results(trained, name)
+    arguments = FAMILIES[name][1]
+    damped = arguments.get("damping") == "inverse"
+    expected = replayed(
+        ranks,
+        mean=arguments.get("combine") != "sum",
+        weight=(lambda age: 1 / (1 + age)) if damped else (lambda age: 1.0),
+    )
+    np.testing.assert_allclose(ranks[0]["end"], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recorded_events_give_the_same_decisions_again(trained: Path, name: str) -> None:
+    trace = read_trace(trained / f"trace-{name}")
+    policy = make_policy(trace.header)
+    again = [decision for t, event in trace.events for decision in policy.handle(event, t)]
+    assert again == [decision for _, decision in trace.decisions]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_contribution_is_used_at_most_once(trained: Path, name: str) -> None:
+    rounds = results(trained, name)[0]["rounds"]
+    used = [part for r in rounds for part in zip(r.workers, r.seqs, strict=True)]
+    assert len(used) == len(set(used))
+
+
+def test_synchronous_rounds_hold_k_fresh_gradients_of_different_workers(trained: Path) -> None:
+    for name, k in (("backups_1", 3), ("backups_1_cancel", 3), ("k_sync", 2)):
+        for round_ in results(trained, name)[0]["rounds"]:
+            assert len(set(round_.workers)) == len(round_.workers) == k
+            assert set(round_.staleness()) == {0}
+
+
+def test_batch_variants_hold_k_mini_batches(trained: Path) -> None:
+    for name, k in (("k_batch_sync", 4), ("k_batch_async", 3)):
+        assert {len(r.seqs) for r in results(trained, name)[0]["rounds"]} == {k}
+
+
+def test_staleness_stays_within_its_bound(trained: Path) -> None:
+    for name, bound in (("k_async_bounded", 2), ("k_batch_async", 8), ("k_batch_sync", 0)):
+        ages = [age for r in results(trained, name)[0]["rounds"] for age in r.staleness()]
+        assert max(ages) <= bound, name
+
+
+def test_asynchronous_rounds_really_are_stale(trained: Path) -> None:
+    ages = [age for r in results(trained, "k_async")[0]["rounds"] for age in r.staleness()]
+    assert max(ages) > 0
+
+
+def test_cyclic_rounds_take_turns(trained: Path) -> None:
+    for name in ("cyclic", "cyclic_sum_bounded", "cyclic_fixed"):
+        workers = [r.workers for r in results(trained, name)[0]["rounds"]]
+        assert workers == [(number % 4,) for number in range(40)], name
+
+
+def test_cyclic_accumulation_follows_its_rule(trained: Path) -> None:
+    counts = {
+        name: {r.batches[0] for r in results(trained, name)[0]["rounds"]}
+        for name in ("cyclic", "cyclic_sum_bounded", "cyclic_fixed")
+    }
+    assert counts["cyclic_fixed"] == {2}
+    assert max(counts["cyclic_sum_bounded"]) <= 2
+    assert max(counts["cyclic"]) > 1
+
+
+def test_cyclic_publishes_every_gradient(trained: Path) -> None:
+    """Nothing accumulated is left over at the end: every published buffer is in an update."""
+    for name in ("cyclic", "cyclic_fixed"):
+        ranks = results(trained, name)
+        used = {part for r in ranks[0]["rounds"] for part in zip(r.workers, r.seqs, strict=True)}
+        published = {(rank, seq) for rank in range(4) for seq in ranks[rank]["published"]}
+        assert used == published, name
+
+
+def test_adasync_changed_k(trained: Path) -> None:
+    ks = {r.k for r in results(trained, "adasync")[0]["rounds"]}
+    assert 1 in ks and all(1 <= k <= 4 for k in ks)
+
+
+def test_distance_damping_shrinks_far_updates(trained: Path) -> None:
+    ranks = results(trained, "distance_damping")
+    history = [ranks[0]["start"].copy()]
+    momentum = np.zeros_like(history[0])
+    factors = []
+    for round_ in ranks[0]["rounds"]:
+        gradient = gradient_of(round_, ranks, mean=True, weight=lambda age: 1.0)
+        square = max(float(((history[-1] - history[v]) ** 2).sum()) for v in round_.versions)
+        factors.append(damping_factor(square, 1e-4, LR))
+        momentum = MOMENTUM * momentum + gradient * factors[-1]
+        history.append(history[-1] - LR * momentum)
+    assert min(factors) < 1.0
+    np.testing.assert_allclose(ranks[0]["end"], history[-1], rtol=0, atol=1e-10)
+    assert len({rank["digests"][40] for rank in ranks}) == 1
+
+
+def test_a_slow_rank_gives_in_proportion_to_its_speed(trained: Path) -> None:
+    """Ten times slower, so about a tenth of a fast rank's mini-batches."""
+    for name, tally in results(trained, "share_of_slow_rank")[0].items():
+        workers = tally["workers"]
+        made = [worker["contributions"] for worker in workers]
+        pace = [worker["seconds"] / worker["contributions"] for worker in workers]
+        fast = sum(made[:3]) / 3
+        speed = sum(pace[:3]) / 3 / pace[3]
+        assert made[3] / fast == pytest.approx(speed, rel=0.2), (name, made, pace)
+
+
+def test_no_backups_equals_lightning_ddp(trained: Path, ddp: Path) -> None:
+    """Clipping, accumulation over two batches and a step-wise schedule, fifty updates."""
+    expected = results(ddp, "lightning_ddp")[0]["end"]
+    for rank in results(trained, "backups_0"):
+        assert rank["steps"] == 50
+        np.testing.assert_allclose(rank["end"], expected, rtol=0, atol=1e-6)

@@ -1,0 +1,93 @@
+"""Mistakes get an answer that names the argument and the remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_dsgd as dsgd
+from tests.launching import LAUNCHERS, launch, read
+from tests.ranks.refusals import EXPECTED
+from tests.ranks.toy import Toy, loader, trainer_for
+
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def refused(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("refused")
+    launch(request.param, "refusals", list(EXPECTED), out)
+    return out
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_refused_on_every_rank(refused: Path, name: str) -> None:
+    for outcome in read(refused, name):
+        assert outcome.get("error") == "ConfigurationError", outcome
+        assert EXPECTED[name] in outcome["message"]
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (dsgd.BackupWorkersStrategy, {"backups": -1}, "backups=-1"),
+    (dsgd.BackupWorkersStrategy, {"backups": "two"}, "backups='two'"),
+    (dsgd.BackupWorkersStrategy, {"timeout": 0}, "timeout=0"),
+    (dsgd.BackupWorkersStrategy, {"max_lag": 0}, "max_lag=0"),
+    (dsgd.BackupWorkersStrategy, {"rounds_per_epoch": 0}, "rounds_per_epoch=0"),
+    (dsgd.BackupWorkersStrategy, {"backend": "mpi"}, "backend='mpi'"),
+    (dsgd.BackupWorkersStrategy, {"backend": "horovod"}, "horovodrun"),
+    (dsgd.KSyncStrategy, {"k": 0}, "k=0"),
+    (dsgd.KSyncStrategy, {"k": -3}, "k=-3"),
+    (dsgd.KBatchSyncStrategy, {"k": 1.5}, "k=1.5"),
+    (dsgd.KAsyncStrategy, {"k": "many"}, "k='many'"),
+    (dsgd.KAsyncStrategy, {"k": True}, "k=True"),
+    (dsgd.KAsyncStrategy, {"max_staleness": -1}, "max_staleness=-1"),
+    (dsgd.KAsyncStrategy, {"damping": "soft"}, "damping='soft'"),
+    (dsgd.KAsyncStrategy, {"damping": "distance"}, "max_staleness"),
+    (dsgd.AdaSyncStrategy, {"variant": "k"}, "variant='k'"),
+    (dsgd.AdaSyncStrategy, {"interval": 0.0}, "interval=0.0"),
+    (dsgd.AdaSyncStrategy, {"k0": 0.5}, "k0=0.5"),
+    (dsgd.CyclicDelayStrategy, {"delay": 0}, "delay=0"),
+    (dsgd.CyclicDelayStrategy, {"delay": "static"}, "delay='static'"),
+    (dsgd.CyclicDelayStrategy, {"combine": "max"}, "combine='max'"),
+    (dsgd.CyclicDelayStrategy, {"skip_after": -1.0}, "skip_after=-1.0"),
+    (dsgd.CyclicDelayStrategy, {"max_accumulation": 0}, "max_accumulation=0"),
+]
+
+
+@pytest.mark.parametrize(("cls", "arguments", "text"), BAD)
+def test_refused_at_construction(cls: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(dsgd.ConfigurationError, match="") as error:
+        cls(**arguments)
+    assert text in str(error.value)
+
+
+def test_a_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name)
+    )
+    with pytest.raises(dsgd.BackendError, match="lightning-dsgd install-horovod"):
+        dsgd.BackupWorkersStrategy(backend="horovod")
+
+
+def test_one_worker_is_not_enough() -> None:
+    with pytest.raises(dsgd.ConfigurationError, match="at least 2 workers"):
+        trainer_for("backup_workers", devices=1, max_epochs=1).fit(Toy(), loader())
+
+
+def test_an_unknown_name_is_answered_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="bakup_workers"):
+        trainer_for("bakup_workers", devices=1)
+    from lightning_dsgd.registry import load
+
+    with pytest.raises(dsgd.ConfigurationError, match="installed: .*backup_workers, cyclic_delay"):
+        load("bakup_workers")
+
+
+def test_errors_are_one_tree() -> None:
+    assert issubclass(dsgd.ConfigurationError, ValueError)
+    for name in ("BackendError", "PeerLostError", "PeerFailedError", "RoundTimeoutError"):
+        assert issubclass(getattr(dsgd, name), dsgd.DSGDError)
+    assert "HOROVOD_RANK" not in os.environ

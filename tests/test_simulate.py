@@ -1,0 +1,464 @@
+"""The simulator against theory, against hand-made schedules, and against itself.
+
+Statistical tests have fixed seeds: they are exact repetitions and cannot flicker. What they compare
+with is the simulation's own 99 % confidence interval.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_dsgd.distributions import (
+    ComputeTime,
+    Constant,
+    Exponential,
+    Pareto,
+    PerRank,
+    ShiftedExponential,
+)
+from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.policy import RoundsPolicy
+from lightning_dsgd.protocol import Contribution, Dropped, Held, Round
+from lightning_dsgd.simulate import (
+    Cluster,
+    Link,
+    Logistic,
+    Network,
+    Quadratic,
+    Result,
+    TorchModel,
+    simulate,
+)
+from lightning_dsgd.simulate.clock import Clock
+from lightning_dsgd.simulate.gossip import neighbours
+from lightning_dsgd.simulate.learning import Curve
+from lightning_dsgd.simulate.replay import (
+    compute_times,
+    measured_seconds_per_update,
+    predict,
+    recorded_cluster,
+    replay,
+)
+from lightning_dsgd.simulate.rounds import Behaviour, Recorder, RoundsSimulation
+from lightning_dsgd.simulate.strategies import STRATEGIES, behaviour, make_policy, run_policy
+from lightning_dsgd.theory import LossModel, Variant, time_per_update
+from lightning_dsgd.trace import Header, Trace, TraceError, TraceWriter, read_trace
+
+VARIANTS: tuple[Variant, ...] = ("k_sync", "k_batch_sync", "k_async", "k_batch_async")
+COSTLY = Network(Link(0.02), Link(0.01), Link(0.005))
+
+
+def _near(result: Result, expected: float, rounding: float = 0.0) -> bool:
+    return abs(result.seconds_per_update - expected) <= result.confidence + rounding
+
+
+# ----------------------------------------------------------------------- against theory
+
+TABLE = [
+    (Exponential(1.0), 4, (0.635, 0.500, 0.635, 0.500)),
+    (ShiftedExponential(1.0, 1.0), 4, (1.635, 1.63, 1.24, 1.00)),
+    (ShiftedExponential(1.0, 1.0), 8, (3.72, 2.67, 3.73, 2.00)),
+    (Pareto(2.5, 1.0), 4, (1.30, 1.30, 1.05, 0.833)),
+]
+
+
+@pytest.mark.parametrize(("model", "k", "row"), TABLE, ids=["exp", "shifted", "all", "pareto"])
+@pytest.mark.parametrize("column", range(4), ids=VARIANTS)
+def test_the_table_of_eight_workers(
+    model: ComputeTime, k: int, row: tuple[float, ...], column: int
+) -> None:
+    variant = VARIANTS[column]
+    result = simulate(variant, Cluster(8, model), k=k, updates=10_000, seed=11)
+    exact = time_per_update(variant, model, k, 8)
+    assert _near(result, row[column], rounding=0.005)
+    assert exact is None or _near(result, exact)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("workers", "k"), [(2, 1), (16, 4), (16, 15), (64, 1), (64, 32), (64, 64)])
+def test_the_exponential_closed_forms(variant: Variant, workers: int, k: int) -> None:
+    cluster = Cluster(workers, Exponential(1.0))
+    result = simulate(variant, cluster, k=k, updates=1500, seed=5, max_lag=10_000)
+    expected = time_per_update(variant, Exponential(1.0), k, workers)
+    assert expected is not None and _near(result, expected)
+
+
+@pytest.mark.parametrize(
+    "model", [ShiftedExponential(0.5, 0.1), Pareto(2.5, 1.0), Constant(0.3)], ids=str
+)
+@pytest.mark.parametrize(("workers", "k"), [(16, 12), (64, 60)])
+def test_general_closed_forms(model: ComputeTime, workers: int, k: int) -> None:
+    for variant in ("k_sync", "k_batch_async"):
+        result = simulate(variant, Cluster(workers, model), k=k, updates=1500, seed=3)
+        expected = time_per_update(variant, model, k, workers)
+        assert expected is not None and _near(result, expected, rounding=1e-3), variant
+
+
+def test_k_async_is_no_slower_than_k_sync_for_ageing_workers() -> None:
+    cluster = Cluster(16, ShiftedExponential(1.0, 0.5))
+    for k in (2, 8, 14):
+        late_counts = simulate("k_async", cluster, k=k, updates=2000)
+        late_lost = simulate("k_sync", cluster, k=k, updates=2000)
+        assert late_counts.seconds_per_update < late_lost.seconds_per_update
+
+
+# ------------------------------------------------------------------------- exact schedules
+
+
+def test_synchronous_rounds_add_up_to_the_slowest_and_the_exchange() -> None:
+    cluster = Cluster(
+        4, PerRank(Constant(0.1), {3: 10.0}), network=COSTLY, control=0.001, overhead=0.003
+    )
+    result = simulate("k_sync", cluster, k=4, updates=50)
+    assert result.seconds_per_update == pytest.approx(1.0 + 2 * 0.001 + 0.02 + 0.003)
+    result = simulate("k_sync", cluster, k=3, updates=50)
+    assert result.seconds_per_update == pytest.approx(0.1 + 2 * 0.001 + 0.02 + 0.003)
+    assert result.wasted == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_sorting_whole_rounds_equals_the_event_heap(k: int) -> None:
+    cluster = Cluster(
+        4, PerRank(Constant(0.1), {1: 1.5, 2: 2.0, 3: 10.0}), COSTLY, control=0.001, overhead=0.003
+    )
+    how = behaviour("k_sync")
+    fast = run_policy(make_policy("k_sync", 4, k), cluster, how, 200)
+    heap = RoundsSimulation(make_policy("k_sync", 4, k), cluster, how).run(200)
+    assert fast.times == pytest.approx(heap.times)
+    assert (fast.sizes, fast.staleness, fast.ks) == (heap.sizes, heap.staleness, heap.ks)
+    assert fast.cancelled == pytest.approx(heap.cancelled, abs=4)
+
+
+def test_one_contributor_costs_a_broadcast_and_one_worker_costs_nothing() -> None:
+    network = Network(all_reduce=Link(9.0), broadcast=Link(0.5))
+    alone = simulate("k_sync", Cluster(4, Constant(1.0), network), k=1, updates=10)
+    assert alone.seconds_per_update == pytest.approx(1.5)
+    single = simulate("k_sync", Cluster(1, Constant(1.0), network), k=1, updates=10)
+    assert single.seconds_per_update == pytest.approx(1.0)
+
+
+def test_bandwidth_counts_by_the_byte() -> None:
+    cluster = Cluster(2, Constant(1.0), Network(Link(0.1, 1e6)), size=2e6)
+    assert simulate("k_sync", cluster, k=2, updates=5).seconds_per_update == pytest.approx(3.1)
+
+
+def test_a_late_worker_that_finishes_is_dropped_and_goes_on_from_the_newest() -> None:
+    recorder = Recorder()
+    cluster = Cluster(2, PerRank(Constant(1.0), {1: 2.4}))
+    result = simulate("k_sync", cluster, k=1, updates=10, cancel_late=False, recorder=recorder)
+    late = [event for _, event in recorder.events if _of(event, 1)]
+    assert [event.version for event in late] == [0, 2, 4, 7]
+    assert all(isinstance(d, (Round, Dropped)) for _, d in recorder.decisions)
+    assert result.dropped == len(late) and result.times[:3] == [1.0, 2.0, 3.0]
+
+
+def _of(event: object, worker: int) -> bool:
+    return isinstance(event, Contribution) and event.worker == worker
+
+
+def test_k_batch_sync_lets_a_fast_worker_give_twice() -> None:
+    recorder = Recorder()
+    cluster = Cluster(2, PerRank(Constant(1.0), {1: 2.5}))
+    result = simulate("k_batch_sync", cluster, k=3, updates=4, recorder=recorder)
+    rounds = [decision for _, decision in recorder.decisions if isinstance(decision, Round)]
+    assert rounds[0].workers == (0, 0, 1)
+    assert result.times == [2.5, 5.0, 7.5, 10.0]
+
+
+def test_k_async_uses_late_work_and_its_worker_waits_for_it() -> None:
+    recorder = Recorder()
+    cluster = Cluster(2, PerRank(Constant(1.0), {1: 2.5}))
+    result = simulate("k_async", cluster, k=1, updates=6, recorder=recorder)
+    rounds = [decision for _, decision in recorder.decisions if isinstance(decision, Round)]
+    assert [r.workers[0] for r in rounds[:6]] == [0, 0, 1, 0, 0, 1]
+    assert rounds[2].staleness() == (2,)
+    assert result.dropped == result.cancelled == 0
+
+
+def test_a_replica_far_behind_holds_the_rounds() -> None:
+    recorder = Recorder()
+    cluster = Cluster(2, PerRank(Constant(1.0), {1: 50.5}))
+    free = simulate("k_batch_async", cluster, k=1, updates=60, max_lag=64)
+    held = simulate("k_batch_async", cluster, k=1, updates=60, max_lag=8, recorder=recorder)
+    assert free.held == 0 and free.seconds < 60.0
+    assert held.held > 0 and held.seconds >= 2 * 50.5 and held.max_staleness <= 8
+    said = [decision for _, decision in recorder.decisions if isinstance(decision, Held)]
+    assert said and {decision.worker for decision in said} == {1}
+
+
+def test_replicas_that_keep_up_are_never_held_for() -> None:
+    for variant in VARIANTS:
+        result = simulate(variant, Cluster(8, Exponential(1.0)), k=1, updates=500, seed=2)
+        assert result.held == 0, variant
+
+
+def test_cyclic_turns_go_round_and_accumulate_by_speed() -> None:
+    recorder = Recorder()
+    cluster = Cluster(3, PerRank(Constant(1.0), {2: 4.0}))
+    simulate("cyclic_delay", cluster, updates=60, recorder=recorder)
+    rounds = [decision for _, decision in recorder.decisions if isinstance(decision, Round)]
+    assert [r.workers[0] for r in rounds] == [r % 3 for r in range(len(rounds))]
+    settled = rounds[9:]
+    slow = {r.batches[0] for r in settled if r.workers == (2,)}
+    fast = {r.batches[0] for r in settled if r.workers == (0,)}
+    assert slow == {1} and min(fast) >= 3
+
+
+def test_cyclic_with_a_fixed_delay_publishes_exactly_that_many() -> None:
+    cluster = Cluster(3, ShiftedExponential(0.5, 0.5), COSTLY, control=0.001, overhead=0.01)
+    result = simulate("cyclic_delay", cluster, updates=200, delay=2)
+    assert set(result.sizes) == {2} and result.mean_staleness <= 3.0
+
+
+def test_the_pipeline_hides_the_exchange_behind_the_gradient() -> None:
+    slow_network = Cluster(4, Constant(1.0), Network(Link(3.0)))
+    assert simulate("dc_s3gd", slow_network, updates=20).seconds_per_update == pytest.approx(3.0)
+    hidden = Cluster(4, PerRank(Constant(1.0), {0: 2.0}), Network(Link(0.9)), overhead=0.1)
+    assert simulate("dc_s3gd", hidden, updates=20).seconds_per_update == pytest.approx(2.1)
+
+
+def test_gossip_does_not_wait_for_a_slow_worker() -> None:
+    even = simulate("ad_psgd", Cluster(8, Constant(1.0), COSTLY), updates=200)
+    slow = Cluster(8, PerRank(Constant(1.0), {3: 100.0}), COSTLY)
+    result = simulate("ad_psgd", slow, updates=200)
+    assert even.seconds_per_update == pytest.approx(1.0, rel=0.02)
+    assert result.gradients_per_second == pytest.approx(7.0, rel=0.03)
+
+
+def test_gossip_partners_are_one_active_and_one_passive() -> None:
+    for workers in (2, 3, 5, 8):
+        for rank in range(0, workers, 2):
+            partners = neighbours(rank, workers)
+            assert all(partner % 2 == 1 and partner != rank for partner in partners)
+
+
+def test_gossip_waits_for_its_own_exchange_only() -> None:
+    network = Network(pair=Link(5.0))
+    result = simulate("ad_psgd", Cluster(2, Constant(1.0), network), updates=100)
+    # per 5 s: one exchanged gradient of rank 0, five of rank 1
+    assert result.gradients_per_second == pytest.approx(6.0 / 5.0, rel=0.03)
+
+
+# ------------------------------------------------------------------------------ determinism
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_seed_decides_everything(strategy: str) -> None:
+    cluster = Cluster(4, Exponential(1.0), COSTLY, control=0.01)
+    first, again, other = (
+        simulate(strategy, cluster, updates=100, seed=seed).times for seed in (7, 7, 8)
+    )
+    assert first == again and first != other
+
+
+def test_ties_happen_in_the_order_they_were_scheduled() -> None:
+    clock, seen = Clock(), list[int]()
+    for item in range(50):
+        clock.at(1.0, seen.append, item)
+    while clock.step():
+        pass
+    assert seen == list(range(50)) and clock.now == 1.0
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("strategy", "k", "message"),
+    [
+        ("k_sink", 1, "unknown strategy 'k_sink'; known: k_sync"),
+        ("k_sync", 5, "more than the 4 workers"),
+        ("k_async", 0, "at least 1"),
+        ("dc_s3gd", 2, "has no K"),
+    ],
+)
+def test_the_impossible_is_refused(strategy: str, k: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        simulate(strategy, Cluster(4, Constant(1.0)), k=k)
+
+
+def test_more_batches_than_workers_are_possible() -> None:
+    result = simulate("k_batch_async", Cluster(2, Constant(1.0)), k=6, updates=20)
+    assert result.seconds_per_update == pytest.approx(3.0)
+
+
+def test_no_workers_is_no_cluster() -> None:
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        Cluster(0, Constant(1.0))
+
+
+def test_pipeline_and_gossip_do_not_train() -> None:
+    with pytest.raises(ConfigurationError, match="only its timing"):
+        simulate("dc_s3gd", Cluster(2, Constant(1.0)), learner=Quadratic())
+
+
+class _Deaf(RoundsPolicy):
+    """Never makes a round."""
+
+    def _accept(self, event: Contribution, now: float) -> str | None:
+        return None
+
+    def _complete(self, now: float) -> bool:
+        return False
+
+    def _form(self, now: float) -> list[Round]:
+        return []
+
+    def missing(self) -> tuple[int, ...]:
+        return (3,)
+
+
+def test_a_run_that_cannot_go_on_says_whom_it_waits_for() -> None:
+    simulation = RoundsSimulation(_Deaf(2), Cluster(2, Constant(1.0)), Behaviour("version"))
+    with pytest.raises(RunError, match=r"stands still.*3"):
+        simulation.run(1)
+
+
+# --------------------------------------------------------------------------------- learning
+
+
+def test_more_gradients_per_update_end_at_a_lower_noise_floor() -> None:
+    floors = []
+    for k in (1, 4, 8):
+        learner = Quadratic(noise=1.0, learning_rate=0.2)
+        result = simulate("k_sync", Cluster(8, Exponential(1.0)), k=k, updates=800, learner=learner)
+        floors.append(np.mean([error for _, error in result.losses[200:]]))
+    assert floors[0] / floors[1] == pytest.approx(4.0, rel=0.3)
+    assert floors[1] / floors[2] == pytest.approx(2.0, rel=0.3)
+
+
+def test_training_falls_at_the_versions_the_policy_dictates() -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(3, size=300)
+    features = rng.standard_normal((300, 5)) + labels[:, None]
+    for strategy in ("k_batch_async", "k_batch_sync", "cyclic_delay"):
+        learner = Logistic(features, labels, learning_rate=0.1)
+        result = simulate(strategy, Cluster(4, Exponential(1.0)), updates=300, learner=learner)
+        assert result.losses[-1][1] < 0.6 * result.losses[0][1], strategy
+        assert [time for time, _ in result.losses] == result.times
+
+
+def test_gradients_are_those_of_the_parameters_a_worker_began_with() -> None:
+    """Without noise, one stale quadratic step can be worked out by hand."""
+    learner = Quadratic(1, condition=1.0, noise=0.0, learning_rate=0.5)
+    cluster = Cluster(2, PerRank(Constant(1.0), {1: 2.5}))
+    result = simulate("k_async", cluster, k=1, updates=3, learner=learner)
+    # ranks 0, 0, 1: w = 1 → 0.5 → 0.25, then rank 1's gradient at w = 1
+    assert result.losses[-1][1] == pytest.approx(0.5 * (0.25 - 0.5) ** 2)
+
+
+def test_any_torch_module_trains() -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    features = torch.randn(200, 4)
+    labels = (features.sum(dim=1) > 0).long()
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    loss = torch.nn.functional.cross_entropy
+    learner = TorchModel(module, loss, features, labels, learning_rate=0.5, evaluate_every=5)
+    result = simulate("k_sync", Cluster(4, Exponential(1.0)), k=2, updates=100, learner=learner)
+    assert result.losses[-1][1] < 0.5 * result.losses[0][1]
+    assert result.time_to(0.4) < result.seconds
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_adasync_asks_for_more_as_the_loss_falls(variant: str) -> None:
+    learner = Curve(LossModel(start=2.0, rate=0.02))
+    cluster = Cluster(8, Exponential(1.0))
+    result = simulate(
+        "adasync", cluster, k=2, updates=400, variant=variant, interval=5.0, learner=learner
+    )
+    assert result.ks[0] == 2 and result.ks[-1] == 8
+    assert result.ks == sorted(result.ks)
+
+
+# ------------------------------------------------------------------------ recorded runs
+
+
+def _record(strategy: str, k: int | None, directory: Path, cluster: Cluster) -> Trace:
+    """A simulated run in the format of a real one."""
+    recorder = Recorder()
+    arguments = _arguments(strategy, k, cluster.workers)
+    simulate(
+        strategy, cluster, k=k, updates=300, seed=3, recorder=recorder, learner=Curve(
+            LossModel(start=2.0, rate=0.01)
+        ), interval=5.0,
+    )  # fmt: skip
+    policy = type(make_policy(strategy, cluster.workers, k))
+    header = Header(
+        f"{policy.__module__}:{policy.__qualname__}", arguments, strategy, cluster.workers
+    )
+    writer = TraceWriter(directory, header)
+    for now, event in recorder.events:
+        writer.event(now, event)
+    for now, decision in recorder.decisions:
+        writer.decision(now, decision)
+    writer.close()
+    return read_trace(directory)
+
+
+def _arguments(strategy: str, k: int | None, workers: int) -> dict[str, object]:
+    if strategy == "cyclic_delay":
+        return {"workers": workers}
+    arguments: dict[str, object] = {"workers": workers, "k": k}
+    arguments["counted"] = "batches" if "batch" in strategy else "workers"
+    arguments["max_staleness"] = None if strategy.endswith("async") else 0
+    if strategy == "adasync":
+        arguments.update(interval=5.0, max_staleness=0)
+    return arguments
+
+
+RECORDED = [*((variant, 2) for variant in VARIANTS), ("adasync", 4), ("cyclic_delay", None)]
+
+
+@pytest.mark.parametrize(("strategy", "k"), RECORDED)
+def test_a_recorded_run_decides_the_same_again(
+    strategy: str, k: int | None, tmp_path: Path
+) -> None:
+    cluster = Cluster(4, ShiftedExponential(0.05, 0.05), COSTLY, control=0.001, overhead=0.004)
+    trace = _record(strategy, k, tmp_path, cluster)
+    assert replay(trace) is None
+
+
+@pytest.mark.parametrize(("strategy", "k"), RECORDED)
+def test_a_recorded_run_predicts_its_own_time_per_update(
+    strategy: str, k: int | None, tmp_path: Path
+) -> None:
+    model = PerRank(ShiftedExponential(0.05, 0.01), {3: 2.0})
+    cluster = Cluster(4, model, Network(Link(0.01), Link(0.01), Link(0.01)), overhead=0.004)
+    trace = _record(strategy, k, tmp_path, cluster)
+    measured = measured_seconds_per_update(trace)
+    assert predict(trace, updates=1000).seconds_per_update == pytest.approx(measured, rel=0.1)
+
+
+def test_a_changed_decision_is_found_and_named(tmp_path: Path) -> None:
+    trace = _record("k_sync", 2, tmp_path, Cluster(4, Exponential(0.1)))
+    now, decision = trace.decisions[5]
+    assert isinstance(decision, Round)
+    trace.decisions[5] = (now, Dropped(0, 1, "no reason"))
+    difference = replay(trace)
+    assert difference is not None and difference.index == 5
+    assert "no reason" in str(difference) and "Round" in str(difference)
+    del trace.decisions[5:]
+    assert str(replay(trace)).startswith("decision 5: recorded nothing")
+
+
+def test_a_trace_gives_each_rank_its_own_times(tmp_path: Path) -> None:
+    cluster = Cluster(4, PerRank(Constant(0.1), {3: 100.0}), COSTLY)
+    trace = _record("k_sync", 2, tmp_path, cluster)
+    model = compute_times(trace)
+    assert model.for_rank(0).mean == pytest.approx(0.1)
+    assert model.for_rank(3).mean == pytest.approx(1.0), "never seen: ten times the slowest"
+    found = recorded_cluster(trace)
+    assert found.exchange("all_reduce") == pytest.approx(0.02) and found.workers == 4
+
+
+def test_a_trace_without_times_or_updates_says_so(tmp_path: Path) -> None:
+    trace = _record("k_sync", 2, tmp_path, Cluster(4, Exponential(0.1)))
+    bare = Trace(trace.header, trace.events[:1], [])
+    with pytest.raises(TraceError, match="no compute times"):
+        compute_times(bare)
+    with pytest.raises(TraceError, match="two at least"):
+        measured_seconds_per_update(bare)

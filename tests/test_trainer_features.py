@@ -1,0 +1,102 @@
+"""What people use of the Trainer, on four ranks and both backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.launching import launch, results
+
+
+def test_epoch_schedules_follow_the_version(trained: Path) -> None:
+    for rank in results(trained, "epoch_schedule"):
+        assert rank["steps"] == 15
+        assert rank["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+def test_bf16_several_groups_and_unused_parameters(trained: Path) -> None:
+    ranks = results(trained, "bf16_and_groups")
+    assert {rank["steps"] for rank in ranks} == {6}
+    assert len({rank["digest"] for rank in ranks}) == 1
+    assert np.isfinite(ranks[0]["end"]).all()
+
+
+def test_early_stopping_checkpoints_and_synchronised_logs(trained: Path) -> None:
+    ranks = results(trained, "callbacks_and_logs")
+    assert {rank["epochs"] for rank in ranks} == {3}
+    for rank in ranks:
+        assert rank["metrics"]["rank"] == pytest.approx(1.5)
+        assert rank["metrics"]["worst"] == 3.0
+        assert rank["metrics"] == ranks[0]["metrics"]
+        assert rank["validated"] == pytest.approx(rank["metrics"]["val_loss"], rel=1e-9)
+    assert Path(ranks[0]["best"]).exists()
+    logged = next(Path(trained, "csv").rglob("metrics.csv")).read_text()
+    assert "dsgd/k" in logged and "dsgd/staleness" in logged
+
+
+def test_collectives_of_the_trainer(trained: Path) -> None:
+    for rank, found in enumerate(results(trained, "predictions_and_gathers")):
+        assert found["test_loss"] == pytest.approx(1.5)
+        assert found["gathered"] == [0, 1, 2, 3]
+        assert found["predicted"] == 16
+        assert found["gradient"] == pytest.approx(4 * 2 * (rank + 1))
+        assert found["reduced"] == [1.5, 6.0, 0.0, 3.0]
+        assert found["broadcast"] == {"from": 2}
+        assert found["any"] is True and found["all"] is False
+
+
+def test_ranks_train_on_their_own_shards(trained: Path) -> None:
+    ranks = results(trained, "shards_and_buffers")
+    seen = [set(rank["seen"]) for rank in ranks]
+    assert sum(len(part) for part in seen) == len(set.union(*seen)) == 256
+
+
+def test_buffers_and_metrics_agree(trained: Path) -> None:
+    ranks = results(trained, "shards_and_buffers")
+    assert all(rank["statistics"] == ranks[0]["statistics"] for rank in ranks)
+    assert all(rank["mean_rank"] == pytest.approx(1.5) for rank in ranks)
+
+
+def test_limits_end_every_rank_at_the_same_update(trained: Path) -> None:
+    ranks = results(trained, "limits")
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0]["max_steps"] == 7
+    assert ranks[0]["max_time"] > 1
+    assert ranks[0]["fast_dev_run"] == 1
+
+
+def test_data_without_length_and_data_that_starts_over(trained: Path) -> None:
+    assert [rank["steps"] for rank in results(trained, "iterable_data")] == [10] * 4
+    # 64 rows over 4 ranks in batches of 4: 4 batches each, 16 gradients, one per update
+    assert [rank["steps"] for rank in results(trained, "loader_processes")] == [32] * 4
+
+
+def test_both_import_names_work_in_one_process(trained: Path) -> None:
+    ranks = results(trained, "other_import_name")
+    assert all(rank["steps"] == [5, 5] for rank in ranks)
+    assert len({rank["digest"] for rank in ranks}) == 1
+
+
+def test_resuming_equals_not_stopping(trained: Path) -> None:
+    for rank in results(trained, "resume"):
+        np.testing.assert_array_equal(rank["resumed"], rank["whole"])
+        assert not np.array_equal(rank["half"], rank["whole"])
+
+
+def test_resuming_restores_the_policy(trained: Path) -> None:
+    found = results(trained, "resume_state")[0]
+    assert found["adasync"]["steps"] == found["cyclic"]["steps"] == 15
+    assert found["cyclic"]["saved"]["policy"] == {"token": 1}  # 9 updates, 4 workers
+    assert found["cyclic"]["after"] == {"token": 3}
+    saved, after = found["adasync"]["saved"]["policy"], found["adasync"]["after"]
+    assert saved["first_loss"] is not None
+    assert after["first_loss"] == saved["first_loss"]
+
+
+def test_resuming_on_another_number_of_ranks(trained: Path) -> None:
+    launch("torchrun", "training", ["resume_on_fewer"], trained, ranks=2)
+    ranks = results(trained, "resume_on_fewer", ranks=2)
+    assert {rank["epochs"] for rank in ranks} == {5}
+    assert len({rank["digest"] for rank in ranks}) == 1 and ranks[0]["finite"]
