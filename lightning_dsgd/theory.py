@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -89,10 +90,16 @@ def _gamma(model: Gamma, k: int, workers: int) -> float:
     """E[X] = ∫ P(X > x) dx, by Gauss-Legendre on x = top·t³: dense where the density is."""
     spread = math.sqrt(model.shape) + math.log(workers + 1.0)
     top = model.shape + 12.0 * spread + 30.0
-    nodes, weights = np.polynomial.legendre.leggauss(400)
+    nodes, weights = _legendre()
     t = (nodes + 1.0) / 2.0
     tail = _fewer_than(k, workers, gamma_cdf(model.shape, top * t**3))
     return float(model.scale * np.sum(weights / 2.0 * tail * 3.0 * top * t**2))
+
+
+@cache
+def _legendre() -> tuple[Floats, Floats]:
+    """Nodes and weights on -1 to 1; finding them costs more than using them."""
+    return np.polynomial.legendre.leggauss(400)
 
 
 def _fewer_than(k: int, workers: int, chance: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Closed forms against identities, against sampling, and compute-time models as users write them."""
+"""Closed forms against identities and sampling, and compute-time models as users write them."""
 
 from __future__ import annotations
 

@@ -115,12 +115,19 @@ class Logistic(_Descent):
 
     def gradient(self, worker: int, parameters: Floats) -> tuple[float, Floats]:
         rows = self._rng.integers(len(self._x), size=self._batch)
-        loss, slopes = self._forward(parameters, self._x[rows], self._y[rows])
-        gradient = self._x[rows].T @ slopes
-        return loss, gradient.ravel() + self._penalty * parameters
+        return self._slope(parameters, self._x[rows], self._y[rows])
+
+    def full_gradient(self) -> Floats:
+        """The gradient on all data at the newest parameters, to find the optimum with."""
+        return self._slope(self.parameters, self._x, self._y)[1]
 
     def evaluate(self) -> float:
         return self._forward(self.parameters, self._x, self._y)[0]
+
+    def _slope(self, flat: Floats, x: Floats, y: NDArray[np.int64]) -> tuple[float, Floats]:
+        loss, by_score = self._forward(flat, x, y)
+        gradient: Floats = (x.T @ by_score).ravel() + self._penalty * flat
+        return loss, gradient
 
     def _forward(self, flat: Floats, x: Floats, y: NDArray[np.int64]) -> tuple[float, Floats]:
         """The mean loss, and its derivative by the scores."""

@@ -67,6 +67,7 @@ def _panel(axis: Any, options: Sequence[Option], best: Option, measure: Measure)
     _mark(axis, options, best, measure)
     ks = [option.candidate.k or 1 for option in options]
     axis.set_xlim(0.5, max(ks) + 0.5)
+    axis.locator_params(axis="x", integer=True)
     axis.set_xlabel("K", fontsize=8)
     axis.set_ylim(bottom=-0.04 * axis.get_ylim()[1])
     axis.tick_params(labelsize=8)

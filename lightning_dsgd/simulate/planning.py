@@ -43,6 +43,8 @@ PLANNED = tuple(name for name in STRATEGIES if name != "backup_workers")
 
 _CLOSE = 1.03
 """Options this near to the best are equal: neither cluster nor loss model is known any better."""
+_LONGEST = 8
+"""How many times the asked-for updates are simulated at most, waiting for an adaptive K."""
 
 
 @dataclass(frozen=True)
@@ -132,36 +134,51 @@ def evaluate(
 
 
 def _evaluate(cluster: Cluster, candidate: Candidate, settings: Settings) -> Option:
-    adaptive = candidate.strategy == "adasync"
-    learner = Curve(settings.loss) if adaptive and settings.loss is not None else None
-    result = simulate(
+    if candidate.strategy == "adasync" and settings.loss is not None:
+        return _evaluate_adaptive(cluster, candidate, settings, settings.loss)
+    result = _simulate(cluster, candidate, settings, settings.updates)
+    return Option(candidate, result, _seconds_to_target(result, settings))
+
+
+def _evaluate_adaptive(
+    cluster: Cluster, candidate: Candidate, settings: Settings, loss: LossModel
+) -> Option:
+    """K follows the loss, so the loss is simulated too, for as long as the target may need."""
+    updates = settings.updates
+    result = _simulate(cluster, candidate, settings, updates, Curve(loss))
+    if settings.target is None:
+        return Option(candidate, result)
+    while math.isinf(result.time_to(settings.target)) and updates < _LONGEST * settings.updates:
+        updates *= 2
+        result = _simulate(cluster, candidate, settings, updates, Curve(loss))
+    return Option(candidate, result, result.time_to(settings.target))
+
+
+def _simulate(
+    cluster: Cluster,
+    candidate: Candidate,
+    settings: Settings,
+    updates: int,
+    learner: Curve | None = None,
+) -> Result:
+    return simulate(
         candidate.strategy,
         cluster,
         k=candidate.k,
-        updates=settings.updates,
+        updates=updates,
         seed=settings.seed,
         cancel_late=settings.cancel_late,
         learner=learner,
     )
-    return Option(candidate, result, _seconds_to_target(result, settings))
 
 
 def _seconds_to_target(result: Result, settings: Settings) -> float | None:
-    """Updates by the loss model, times seconds per update; AdaSync's own curve where K changes."""
+    """Updates by the loss model, times seconds per update."""
     loss, target = settings.loss, settings.target
     if loss is None or target is None:
         return None
-    reached = result.time_to(target)
-    if result.losses and math.isfinite(reached):
-        return reached
     # the pipeline's one-update staleness is what its correction is for
     fresh = 1.0 if result.strategy == "dc_s3gd" else result.fresh
-    if result.losses:  # not there yet: go on from the last loss at the last K
-        rest = LossModel(
-            result.losses[-1][1], loss.rate, loss.noise, loss.optimum - 1e-9, loss.staleness
-        )
-        k = result.sizes[-1]
-        return result.seconds + rest.updates_to(target, k, fresh) * result.seconds_per_update
     updates = loss.updates_to(target, result.gradients_per_update, fresh)
     return updates * result.seconds_per_update
 
