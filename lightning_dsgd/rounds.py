@@ -60,6 +60,8 @@ class RoundsExchange:
         self.own_round = -1
         """The last update that this rank had a part in."""
         self.exchange_seconds = 0.0
+        self.waited = 0.0
+        """Seconds that the training thread has spent waiting here."""
         self._channel = channel
         self._control = control
         self._alarm = channel.alarm
@@ -113,7 +115,8 @@ class RoundsExchange:
 
     def take(self, timeout: float) -> Update:
         """The next update in order; waits for it."""
-        deadline = time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = began + timeout
         with self._changed:
             while not self._updates:
                 self._alarm.check()
@@ -127,13 +130,16 @@ class RoundsExchange:
             self._taken = update.round.number
             if self._decided <= self._taken:
                 self.overtaken.clear()
+        self.waited += time.monotonic() - began
         return update
 
     def wait(self, seconds: float) -> None:
         """Wait until an update is ready, the token moves, or time is up."""
+        began = time.monotonic()
         with self._changed:
             if not self._updates:
                 self._changed.wait(seconds)
+        self.waited += time.monotonic() - began
         self._alarm.check()
 
     def close(self) -> None:

@@ -80,6 +80,8 @@ class RoundsStrategy(CollectiveStrategy):
         self.tally: Tally | None = None
         """Rank 0's count of who gave what; kept after training."""
         self.last_round: Round | None = None
+        self.idle_seconds = 0.0
+        """Time this rank's training thread has waited for updates; kept after training."""
         self.policy_state: dict[str, Any] = {}
         self._coordinator: Coordinator | None = None
         self._control: Control | None = None
@@ -143,15 +145,24 @@ class RoundsStrategy(CollectiveStrategy):
                 "`automatic_optimization = False` from the module"
             )
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        problem = ConfigurationError(
+            f"{type(self).__name__} works with one optimizer; put all parameters into the groups of "
+            "one in `configure_optimizers`"
+        )
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):
+                raise problem from None
+            raise
+        if len(self.optimizers) != 1:
+            raise problem
+
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        if len(self.optimizers) != 1:
-            raise ConfigurationError(
-                f"{type(self).__name__} works with one optimizer and the module configures "
-                f"{len(self.optimizers)}; put all parameters into one optimizer's groups"
-            )
         if isinstance(self.optimizers[0], torch.optim.LBFGS):
             raise ConfigurationError(
                 "LBFGS evaluates the loss several times per update; use another"
@@ -262,6 +273,7 @@ class RoundsStrategy(CollectiveStrategy):
         self._exchange = self._control = self._coordinator = None
         if exchange is not None:
             exchange.close()
+            self.idle_seconds = exchange.waited
         if control is not None:
             control.close()
         if coordinator is not None:

@@ -23,6 +23,12 @@ CASES = [
     ("horovodrun", "stop", 2),
 ]
 
+ERRORS = {
+    "kill": {"PeerLostError"},
+    "raise": {"PeerFailedError"},
+    "stop": {"PeerLostError", "RoundTimeoutError"},  # silent for `timeout`: either may say so first
+}
+
 
 def run(launcher: str, kind: str, victim: int, out: Path) -> int:
     line = [*command(launcher, RANKS), "-m", "tests.ranks.faulty", kind, str(victim), str(out)]
@@ -72,8 +78,7 @@ def test_the_others_name_the_rank_and_end(
         report = json.loads((tmp_path / f"end.{rank}").read_text())
         pids.append(report["pid"])
         assert f"rank {victim}" in report["end"], (report, log)
-        expected = "PeerFailedError" if kind == "raise" else "PeerLostError"
-        assert report["end"].startswith(expected), (report, log)
+        assert report["end"].split(":")[0] in ERRORS[kind], (report, log)
         assert report["time"] - fault["time"] < limit, report
     if kind == "raise":
         assert "the victim's own mistake" in log

@@ -58,7 +58,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("cls", "arguments", "text"), BAD)
 def test_refused_at_construction(cls: Any, arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(dsgd.ConfigurationError, match="") as error:
+    with pytest.raises(dsgd.ConfigurationError) as error:
         cls(**arguments)
     assert text in str(error.value)
 

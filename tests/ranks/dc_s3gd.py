@@ -13,19 +13,22 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_dsgd import DCS3GDStrategy
 from tests.ranks.toy import BATCH, Toy, dataset, digest, flat, trainer_for
 
 Result = dict[str, Any]
 RANKS = int(os.environ.get("WORLD_SIZE", os.environ.get("HOROVOD_SIZE", "1")))
+RANK = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))
 TIMEOUT = 60.0
 
 
 def batches(per_rank: int) -> DataLoader[Any]:
-    """In fixed order; dealt out round-robin by Lightning's sampler."""
-    return DataLoader(dataset(per_rank * BATCH * RANKS), batch_size=BATCH, shuffle=False)
+    """In fixed order, dealt out round-robin; Lightning's own sampler would shuffle."""
+    data = dataset(per_rank * BATCH * RANKS)
+    sampler = DistributedSampler(data, RANKS, RANK, shuffle=False)
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
 
 
 def fit(
@@ -46,10 +49,10 @@ def our_threads() -> list[str]:
 # ----------------------------------------------------------------- against the oracles
 
 
-def _toy(**arguments: Any) -> Any:
+def _toy(steps: int, **arguments: Any) -> Any:
     def scenario(out: Path) -> Result:
         module = Toy()
-        trainer = fit(module, 100, arguments=arguments)
+        trainer = fit(module, steps, arguments=arguments)
         tally = trainer.strategy.tally
         return {
             "end": flat(module),
@@ -60,11 +63,11 @@ def _toy(**arguments: Any) -> Any:
     return scenario
 
 
-by_model = _toy()
-by_tensor = _toy(lambda_scope="tensor")
-stale = _toy(lambda0=0.0)
-half_wire = _toy(wire="fp16")
-brain_wire = _toy(wire="bf16")
+by_model = _toy(100)
+by_tensor = _toy(100, lambda_scope="tensor")
+stale = _toy(100, lambda0=0.0)
+half_wire = _toy(30, wire="fp16")
+brain_wire = _toy(30, wire="bf16")
 
 
 class Scheduled(Toy):
@@ -95,7 +98,7 @@ def scheduled(out: Path) -> Result:
 
 
 class Normalised(Toy):
-    """With buffers that differ between ranks, and dropout to need the random state."""
+    """With buffers that differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ def resume(out: Path) -> Result:
     whole = Normalised()
     fit(whole, 10, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
     path = str(out / "resume" / "epoch=1.ckpt")
-    resumed = Normalised()
+    resumed = Normalised().double()  # Lightning loads weights before it makes them float64
     trainer = fit(resumed, 10, max_epochs=3, ckpt=path)
     momentum = next(iter(trainer.optimizers[0].state.values()))["momentum_buffer"]
     return {
@@ -177,20 +180,6 @@ def mixed(out: Path) -> Result:
     }
 
 
-def without_loss(out: Path) -> Result:
-    """Some ranks leave out some steps; the others do not wait for them."""
-
-    class Skips(Toy):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx % 3 == self.global_rank:
-                return None
-            return super().training_step(batch, batch_idx)
-
-    module = Skips()
-    trainer = fit(module, 10)
-    return {"digest": digest(module), "steps": trainer.global_step}
-
-
 def thawed(out: Path) -> Result:
     """The first layer is frozen during the first epoch; one parameter is never used."""
 
@@ -215,9 +204,9 @@ def corrections(out: Path) -> Result:
     shares: list[float] = []
 
     class Measured(DCS3GDStrategy):
-        def correct(self, points: Any) -> None:
+        def correct(self, points: Any, precision: float) -> None:
             before = [gradient.clone() for gradient, _, _ in points.corrigible()]
-            super().correct(points)
+            super().correct(points, precision)
             pairs = zip(before, points.corrigible(), strict=True)
             change = torch.cat([(after - old).ravel() for old, (after, _, _) in pairs])
             whole = torch.cat([old.ravel() for old in before])
@@ -235,8 +224,7 @@ def logged(out: Path) -> Result:
 
 
 def unequal(out: Path) -> Result:
-    rank = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))
-    mine = Subset(dataset(), range(BATCH * (3 + rank)))
+    mine = Subset(dataset(), range(BATCH * (3 + RANK)))
     options = {"devices": RANKS, "max_epochs": 1, "use_distributed_sampler": False}
     trainer = trainer_for(DCS3GDStrategy(timeout=TIMEOUT), **options)
     trainer.fit(Toy(), DataLoader(mine, batch_size=BATCH))
@@ -259,15 +247,14 @@ class _Trouble(pl.Callback):
 
 def _failing(kind: str) -> Any:
     def scenario(out: Path) -> Result:
-        """Each rank notes how it ended, and stays until the others have: launchers are impatient."""
-        rank = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))
+        """Each rank notes how it ended and stays until the others have: launchers do not wait."""
         began, error = time.monotonic(), "none"
         try:
             fit(Toy(), 200, callbacks=[_Trouble(out, kind)])
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
         threads = our_threads()
-        (out / f"ended.{rank}").write_text(error)
+        (out / f"ended.{RANK}").write_text(error)
         others = RANKS - 1 if kind == "killed" else RANKS
         while len(list(out.glob("ended.*"))) < others and time.monotonic() - began < 40:
             time.sleep(0.05)

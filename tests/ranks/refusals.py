@@ -13,7 +13,9 @@ from tests.ranks.toy import Toy, dataset, loader, trainer_for
 
 
 def _fit(strategy: Any, module: Any = None, data: Any = None, **options: Any) -> None:
-    trainer_for(strategy, max_epochs=1, **options).fit(module or Toy(), data or loader())
+    trainer_for(strategy, max_epochs=1, **options).fit(
+        module or Toy(), loader() if data is None else data
+    )
 
 
 def too_many_backups(out: Path) -> None:

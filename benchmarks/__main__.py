@@ -1,0 +1,254 @@
+"""The project's figures: `python -m benchmarks NAME... [--repetitions N] [--report]`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness import Case, launch, report, spread, table
+from lightning_dsgd.theory import harmonic
+
+TENFOLD = [{"kind": "slow", "rank": rank, "seconds": 0.05} for rank in range(3)]
+TENFOLD += [{"kind": "slow", "rank": 3, "seconds": 0.5}]
+
+
+def overhead(repetitions: int, write: bool) -> None:
+    """Nobody is slow: what does plain synchronous training cost beside Lightning's DDP?"""
+    common: Case = {"widths": [1024, 1024], "batch": 256, "steps": 60, "warm_up": 10}
+    cases = [
+        {**common, "strategy": "backup_workers", "arguments": {"backups": 0}},
+        {**common, "strategy": "ddp"},
+    ]
+    runs = [launch(cases) for _ in range(repetitions)]
+    ours = [run[0][0]["per_update"] for run in runs]
+    ddp = [run[1][0]["per_update"] for run in runs]
+    ratios = [a / b for a, b in zip(ours, ddp, strict=True)]
+    text = table(
+        ["4 ranks, torch, no slow rank", "seconds per update: median (range)"],
+        [
+            ["backup_workers, backups=0", spread(ours)],
+            ["Lightning DDP", spread(ddp)],
+            ["ratio, launch by launch", spread(ratios, 3)],
+        ],
+    )
+    text += (
+        "\n\nA perceptron of 1.1 million parameters, 256 rows per rank and update; both in each "
+        f"launch, {repetitions} launches."
+    )
+    data = {"ours": ours, "ddp": ddp, "ratios": ratios}
+    report("overhead", "Overhead over DDP", _command("overhead", repetitions), text, data, write=write)
+
+
+def straggler(repetitions: int, write: bool) -> None:
+    """One of four ranks is ten times slower."""
+    common: Case = {"steps": 40, "warm_up": 5, "stragglers": TENFOLD}
+    named: dict[str, Case] = {
+        "backup_workers, backups=1": {"strategy": "backup_workers", "arguments": {"backups": 1}},
+        "k_batch_sync, k=3": {"strategy": "k_batch_sync", "arguments": {"k": 3}},
+        "k_async, k=3": {"strategy": "k_async", "arguments": {"k": 3}},
+        "k_batch_async, k=3": {"strategy": "k_batch_async", "arguments": {"k": 3}},
+        "backup_workers, backups=0": {"strategy": "backup_workers", "arguments": {"backups": 0}},
+        "Lightning DDP": {"strategy": "ddp"},
+    }
+    cases = [{**common, **case} for case in named.values()]
+    runs = [launch(cases) for _ in range(repetitions)]
+    pace = {name: [run[i][0]["per_update"] for run in runs] for i, name in enumerate(named)}
+    base = statistics.median(pace["Lightning DDP"])
+    rows = [
+        [name, spread(values), f"{base / statistics.median(values):.1f}"]
+        for name, values in pace.items()
+    ]
+    text = table(["50 ms per gradient, rank 3 500 ms", "seconds per update", "times DDP's pace"], rows)
+    report(
+        "straggler", "One slow rank", _command("straggler", repetitions), text, pace, write=write
+    )
+
+
+def closed_forms(repetitions: int, write: bool) -> None:
+    """Exponential compute times of mean 0.1 s, 4 ranks, K = 2, against the formulas."""
+    ranks, k, mean = 4, 2, 0.1
+    workers = (harmonic(ranks) - harmonic(ranks - k)) * mean
+    batches = k / ranks * mean
+    expected = {"k_sync": workers, "k_batch_sync": batches, "k_async": workers}
+    expected["k_batch_async"] = batches
+    cases = [
+        {
+            "strategy": name,
+            "arguments": {"k": k},
+            "steps": 360,
+            "warm_up": 10,
+            "seed": 1,
+            "widths": [16],
+            "batch": 8,
+            "lr": 0.01,
+            "stragglers": [{"kind": "exponential", "mean": mean}],
+        }
+        for name in expected
+    ]
+    runs = [
+        launch([{**case, "seed": seed} for case in cases]) for seed in range(1, repetitions + 1)
+    ]
+    rows, data = [], {}
+    for index, (name, value) in enumerate(expected.items()):
+        measured = statistics.mean(run[index][0]["per_update"] for run in runs)
+        exchange = statistics.median(run[index][0]["exchange"] for run in runs)
+        ratio = measured / (value + exchange)
+        data[name] = {"closed": value, "exchange": exchange, "measured": measured, "ratio": ratio}
+        cells = [f"{number:.4f}" for number in (value, exchange, measured)]
+        rows.append([name, *cells, f"{ratio:.3f}"])
+    head = ["K = 2 of 4, Exp(0.1 s)", "closed form", "one exchange", "measured", "ratio"]
+    text = table(head, rows)
+    text += (
+        f"\n\nMean seconds per update over {repetitions} launches of 350 updates each; the ratio is "
+        "measured over (closed form + exchange)."
+    )
+    command = _command("closed_forms", repetitions)
+    report("closed_forms", "Time per update against theory", command, text, data, write=write)
+
+
+CONTENDERS: dict[str, Case] = {
+    "synchronous": {"strategy": "backup_workers", "arguments": {"backups": 0}},
+    "backup_workers": {"strategy": "backup_workers", "arguments": {"backups": 1}},
+    "k_sync, k=2": {"strategy": "k_sync", "arguments": {"k": 2}},
+    "k_batch_sync, k=3": {"strategy": "k_batch_sync", "arguments": {"k": 3}},
+    "k_async, k=2": {"strategy": "k_async", "arguments": {"k": 2}},
+    "k_batch_async, k=2": {"strategy": "k_batch_async", "arguments": {"k": 2}},
+    "adasync, k_sync": {"strategy": "adasync", "arguments": {"k0": 1, "interval": 0.5}},
+    "adasync, k_batch_async": {
+        "strategy": "adasync",
+        "arguments": {"variant": "k_batch_async", "k0": 1, "interval": 0.5},
+    },
+    "cyclic_delay, mean": {"strategy": "cyclic_delay"},
+    "cyclic_delay, delay=2": {"strategy": "cyclic_delay", "arguments": {"delay": 2}},
+}
+
+
+def accuracy(repetitions: int, write: bool) -> None:
+    """Digits: every strategy with the same number of gradients as synchronous SGD."""
+    common: Case = {
+        "data": "digits",
+        "widths": [128],
+        "batch": 32,
+        "lr": 0.1,
+        "gradients": 3200,
+        "evaluate": True,
+        "stragglers": [{"kind": "exponential", "mean": 0.002}],
+    }
+    _accuracy("accuracy", "Accuracy on digits", CONTENDERS, common, repetitions, write)
+
+
+def fashion(repetitions: int, write: bool) -> None:
+    """Fashion-MNIST: cyclic updates with the same number of gradients as synchronous SGD."""
+    common: Case = {
+        "data": "fashion",
+        "widths": [128],
+        "batch": 64,
+        "lr": 0.05,
+        "gradients": 4000,
+        "evaluate": True,
+        "stragglers": [{"kind": "exponential", "mean": 0.002}],
+    }
+    names = ("synchronous", "cyclic_delay, mean", "cyclic_delay, delay=2")
+    chosen = {name: CONTENDERS[name] for name in names}
+    title = "Accuracy of cyclic updates on Fashion-MNIST"
+    _accuracy("fashion", title, chosen, common, repetitions, write)
+
+
+def _accuracy(
+    name: str, title: str, contenders: dict[str, Case], common: Case, seeds: int, write: bool
+) -> None:
+    cases = [{**common, **case} for case in contenders.values()]
+    runs = [launch([{**case, "seed": seed} for case in cases]) for seed in range(seeds)]
+    found = {
+        label: [run[index][0]["accuracy"] * 100 for run in runs]
+        for index, label in enumerate(contenders)
+    }
+    base = statistics.mean(found["synchronous"])
+    rows = [
+        [
+            label,
+            " ".join(f"{value:.1f}" for value in values),
+            f"{statistics.mean(values):.2f}",
+            f"{statistics.mean(values) - base:+.2f}",
+            str(int(statistics.median(run[index][0]["updates"] for run in runs))),
+        ]
+        for index, (label, values) in enumerate(found.items())
+    ]
+    text = table(["strategy", f"accuracy, {seeds} seeds", "mean", "to synchronous", "updates"], rows)
+    text += (
+        f"\n\n{common['gradients']} gradients of {common['batch']} rows each, SGD with rate "
+        f"{common['lr']} and no momentum for all, random pauses of mean 2 ms."
+    )
+    report(name, title, _command(name, seeds), text, found, write=write)
+
+
+def cyclic(repetitions: int, write: bool) -> None:
+    """Cyclic updates with one slow rank: who idles, and how many mini-batches a second."""
+    common: Case = {"warm_up": 4, "stragglers": TENFOLD}
+    named: dict[str, Case] = {
+        "cyclic_delay, skip_after=0.1": {
+            "strategy": "cyclic_delay",
+            "arguments": {"skip_after": 0.1},
+            "gradients": 700,
+        },
+        "cyclic_delay": {"strategy": "cyclic_delay", "gradients": 700},
+        "cyclic_delay, delay=2 (fixed)": {
+            "strategy": "cyclic_delay",
+            "arguments": {"delay": 2},
+            "gradients": 120,
+        },
+        "synchronous": {
+            "strategy": "backup_workers",
+            "arguments": {"backups": 0},
+            "gradients": 80,
+        },
+    }
+    for case in named.values():
+        case.setdefault("arguments", {})["rounds_per_epoch"] = 100_000
+    cases = [{**common, **case} for case in named.values()]
+    runs = [launch(cases) for _ in range(repetitions)]
+    rows, data = [], {}
+    rates = {n: [r[i][0]["used"] / r[i][0]["seconds"] for r in runs] for i, n in enumerate(named)}
+    base = statistics.median(rates["synchronous"])
+    for index, name in enumerate(named):
+        idle = [
+            statistics.median(run[index][rank]["idle"] / run[index][rank]["seconds"] for run in runs)
+            for rank in range(4)
+        ]
+        data[name] = {"idle": idle, "rate": rates[name]}
+        shares = " ".join(f"{100 * share:.1f}" for share in idle)
+        rate = spread(rates[name], 1)
+        rows.append([name, shares, rate, f"{statistics.median(rates[name]) / base:.1f}"])
+    head = ["rank 3 ten times slower", "idle %, rank 0-3", "mini-batches/s", "times synchronous"]
+    text = table(head, rows)
+    report("cyclic", "Cyclic updates", _command("cyclic", repetitions), text, data, write=write)
+
+
+BENCHMARKS: dict[str, Callable[[int, bool], None]] = {
+    "overhead": overhead,
+    "straggler": straggler,
+    "closed_forms": closed_forms,
+    "accuracy": accuracy,
+    "fashion": fashion,
+    "cyclic": cyclic,
+}
+
+
+def _command(name: str, repetitions: int) -> str:
+    return f"python -m benchmarks {name} --repetitions {repetitions} --report"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", choices=BENCHMARKS)
+    parser.add_argument("--repetitions", type=int, default=3, help="launches, or seeds")
+    parser.add_argument("--report", action="store_true", help="write benchmarks/reports/NAME.*")
+    arguments: Any = parser.parse_args()
+    for name in arguments.names:
+        BENCHMARKS[name](arguments.repetitions, arguments.report)
+
+
+if __name__ == "__main__":
+    main()
