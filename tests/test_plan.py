@@ -127,9 +127,9 @@ def test_adasync_is_timed_on_its_own_changing_k() -> None:
 
 
 def test_fewer_workers_win_when_more_do_not_help() -> None:
-    wanted = candidates([2, 4], ["k_batch_async"], [2])
-    loss = LossModel(start=2.0, rate=0.01, staleness=0.0)
-    cluster = Cluster(2, PerRank(Constant(0.1), {2: 1e6, 3: 1e6}))
+    wanted = candidates([4, 2], ["k_sync"], [2])
+    loss = LossModel(start=2.0, rate=0.01)
+    cluster = Cluster(2, PerRank(Constant(0.1), {2: 100.0, 3: 100.0}))
     options = evaluate(cluster, wanted, Settings(updates=300, loss=loss, target=0.5))
     assert recommend(options).option.candidate.workers == 2
 
