@@ -64,7 +64,7 @@ def problem(settings: Settings, seed: int = 0, every: int = 1) -> Logistic:
     )
 
 
-def least_loss(settings: Settings, steps: int = 8000) -> float:
+def least_loss(settings: Settings, steps: int = 4000) -> float:
     """What full-batch descent with momentum ends at: the error is counted from here."""
     learner = problem(settings)
     velocity = np.zeros_like(learner.parameters)

@@ -266,6 +266,8 @@ BAD_FILES = {
     "workers: two\ncompute: 1\n": "workers must be a count",
     "workers: 4\ncompute: weibull:1\n": "unknown compute-time model 'weibull'",
     "workers: 4\ncompute: 1\nnetwerk: {}\n": "unknown key 'netwerk'",
+    "workers: 4\ncompute: 1\nstragglers: 3\n": "stragglers must be a list",
+    "workers: 4\ncompute: 1\nstragglers: [{kind: lazy}]\n": "kind='lazy' is unknown",
     "workers: 4\ncompute: 1\nnetwork: 3\n": "network must map",
     "workers: 4\ncompute: 1\nnetwork: {gather: 1}\n": "unknown exchange 'gather'",
     "workers: 4\ncompute: 1\nnetwork: {pair: {speed: 1}}\n": "unknown 'speed'",

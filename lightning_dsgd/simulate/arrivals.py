@@ -27,6 +27,7 @@ class SortedArrivals:
         self.result = Result("", cluster.workers)
         self._rng = np.random.default_rng(seed)
         self._told = np.full(cluster.workers, policy.version)
+        self._times = cluster.times
         self._now = 0.0
         self._exchange = 0.0
 
@@ -36,7 +37,7 @@ class SortedArrivals:
         block = max(1, min(updates, _DRAWN_AT_ONCE // self.cluster.workers))
         for first in range(0, updates, block):
             count = min(block, updates - first)
-            times = self.cluster.compute.sample_ranks(self._rng, self.cluster.workers, count)
+            times = self._times.sample_ranks(self._rng, self.cluster.workers, count)
             for row in np.ascontiguousarray(times.T):
                 self._round(row)
             if progress is not None:

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml  # type: ignore[import-untyped]  # ships no types
 
-from lightning_dsgd.distributions import ComputeTime, Constant, Seconds, parse_compute_time
+from lightning_dsgd.distributions import (
+    ComputeTime,
+    Constant,
+    Empirical,
+    PerRank,
+    Seconds,
+    Sum,
+    parse_compute_time,
+)
 from lightning_dsgd.errors import ConfigurationError
+
+if TYPE_CHECKING:  # it is a Lightning callback, and describing a cluster needs no Lightning
+    from lightning_dsgd.stragglers import Stragglers
 
 EXCHANGES = ("all_reduce", "broadcast", "pair")
 
@@ -51,10 +62,19 @@ class Cluster:
     """One way between a worker and the coordinator, in seconds."""
     overhead: float = 0.0
     """What a worker does between two mini-batches, such as its optimizer step, in seconds."""
+    stragglers: Stragglers | None = None
+    """The callback that slows workers in training, doing the same here."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigurationError(f"workers={self.workers} must be at least 1")
+
+    @property
+    def times(self) -> ComputeTime:
+        """Compute times with what the stragglers callback adds to them."""
+        if self.stragglers is None:
+            return self.compute
+        return slowed(self.compute, self.stragglers, self.workers)
 
     def exchange(self, kind: str) -> float:
         """Seconds of one exchange of a whole gradient."""
@@ -64,6 +84,25 @@ class Cluster:
     def with_workers(self, workers: int) -> Cluster:
         """The same machines, more or fewer of them."""
         return replace(self, workers=workers)
+
+
+def slowed(base: ComputeTime, stragglers: Stragglers, workers: int) -> PerRank:
+    """Each rank's compute time under the callback's rules.
+
+    The callback draws its random pairs for all ranks together; here each rank is drawn with the
+    same chance on its own, two in `workers`.
+    """
+    in_pair = min(2, workers)
+    pairs = [
+        Empirical((seconds,) * in_pair + (0.0,) * (workers - in_pair))
+        for seconds in stragglers.pairs
+    ]
+    models: dict[int, ComputeTime] = {}
+    for rank in range(workers):
+        own = base.for_rank(rank).scaled(stragglers.factors.get(rank, 1.0))
+        delays = [m for ranks, m in stragglers.delays if ranks is None or rank in ranks]
+        models[rank] = Sum((own, *delays, *pairs)) if delays or pairs else own
+    return PerRank(base, models=models)
 
 
 class Draws:
@@ -97,7 +136,17 @@ class Description:
     target: float | None = None
 
 
-_KEYS = ("workers", "compute", "bytes", "network", "control", "overhead", "loss", "target")
+_KEYS = (
+    "workers",
+    "compute",
+    "stragglers",
+    "bytes",
+    "network",
+    "control",
+    "overhead",
+    "loss",
+    "target",
+)
 
 
 def read_cluster(path: str | Path) -> Description:
@@ -133,6 +182,7 @@ def describe(content: Mapping[str, Any]) -> Description:
         size=_at_least_zero("bytes", content.get("bytes", 0)),
         control=_at_least_zero("control", content.get("control", 0)),
         overhead=_at_least_zero("overhead", content.get("overhead", 0)),
+        stragglers=_stragglers(content.get("stragglers")),
     )
     loss = content.get("loss")
     if loss is not None and not isinstance(loss, Mapping):
@@ -141,6 +191,19 @@ def describe(content: Mapping[str, Any]) -> Description:
         )
     target = content.get("target")
     return Description(cluster, counts, loss, None if target is None else _number("target", target))
+
+
+def _stragglers(rules: object) -> Stragglers | None:
+    """The callback's own rules, written as in a Trainer's configuration."""
+    if rules is None:
+        return None
+    if not isinstance(rules, list) or not all(isinstance(rule, Mapping) for rule in rules):
+        raise ConfigurationError(
+            f"stragglers must be a list such as [{{kind: slow, rank: 3, factor: 10}}]: {rules!r}"
+        )
+    from lightning_dsgd.stragglers import Stragglers
+
+    return Stragglers(rules)
 
 
 def measured_network(seconds: float) -> Network:

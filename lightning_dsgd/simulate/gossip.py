@@ -1,8 +1,8 @@
 """AD-PSGD's timing: pairs average while everybody computes, and nobody waits for the slowest.
 
-Even ranks are active: each hands its gradient to an exchange with a random odd neighbour and
-computes on; an exchange needs both partners' communication to be free. A worker has one exchange
-under way at most: with the next gradient done before it is over, it waits. Odd ranks only answer.
+Even ranks are active: a gradient of theirs starts an exchange with a random odd neighbour while
+they compute on; an exchange needs both partners' communication to be free. A gradient that is done
+before its worker's last exchange is over starts none and is applied as it is. Odd ranks answer.
 
 An *update* here is P gradients applied, wherever: one pass of work of the whole cluster.
 """
@@ -15,23 +15,19 @@ from lightning_dsgd.simulate.clock import Clock
 from lightning_dsgd.simulate.cluster import Cluster, Draws
 from lightning_dsgd.simulate.result import Result
 from lightning_dsgd.simulate.rounds import Progress
-
-
-def neighbours(rank: int, workers: int) -> list[int]:
-    """Whom an active rank averages with: the passive ranks beside it on the ring."""
-    beside = {(rank - 1) % workers, (rank + 1) % workers}
-    return sorted(other for other in beside if other % 2 == 1)
+from lightning_dsgd.topology import TopologyName, is_active, make_topology
 
 
 class GossipSimulation:
     """One run of pairwise averaging."""
 
-    def __init__(self, cluster: Cluster, *, seed: int = 0) -> None:
+    def __init__(self, cluster: Cluster, *, topology: TopologyName = "ring", seed: int = 0) -> None:
         self.cluster = cluster
         self.clock = Clock()
         self.result = Result("ad_psgd", cluster.workers, cluster.workers)
         self._rng = np.random.default_rng(seed)
-        self._draws = Draws(cluster.compute, cluster.workers, self._rng)
+        self._draws = Draws(cluster.times, cluster.workers, self._rng)
+        self._topology = make_topology(topology, cluster.workers)
         self._pair = cluster.exchange("pair")
         self._free = [0.0] * cluster.workers
         self._own_over = [0.0] * cluster.workers
@@ -57,21 +53,19 @@ class GossipSimulation:
 
     def _computed(self, rank: int, snapshot: int) -> None:
         self.result.computed += 1
-        partners = neighbours(rank, self.cluster.workers) if rank % 2 == 0 else []
-        if not partners:
+        if is_active(rank) and self._own_over[rank] <= self.clock.now:
+            self._exchange(rank, snapshot)
+        else:
             self._apply(rank, snapshot)
-            self._begin(rank)
-            return
-        wait = max(self._own_over[rank], self.clock.now)
-        self.clock.at(wait, self._exchange, rank, snapshot, partners)
+        self._begin(rank)
 
-    def _exchange(self, rank: int, snapshot: int, partners: list[int]) -> None:
+    def _exchange(self, rank: int, snapshot: int) -> None:
+        partners = self._topology.neighbours(rank)
         partner = partners[int(self._rng.integers(len(partners)))]
         start = max(self.clock.now, self._free[rank], self._free[partner])
         over = start + self._pair
         self._free[rank] = self._free[partner] = self._own_over[rank] = over
         self.clock.at(over, self._averaging_done, rank, partner, snapshot)
-        self._begin(rank)
 
     def _averaging_done(self, rank: int, partner: int, snapshot: int) -> None:
         """Average first, then update."""

@@ -21,10 +21,11 @@ def simulate_pipeline(
     result = Result("dc_s3gd", cluster.workers, cluster.workers)
     exchange = cluster.exchange("all_reduce") if cluster.workers > 1 else 0.0
     began = np.zeros(cluster.workers)
+    model = cluster.times
     block = max(1, min(updates, 1_000_000 // cluster.workers))
     for first in range(0, updates, block):
         count = min(block, updates - first)
-        times = cluster.compute.sample_ranks(rng, cluster.workers, count)
+        times = model.sample_ranks(rng, cluster.workers, count)
         for compute in np.ascontiguousarray(times.T):
             reduced = began.max() + exchange
             began = np.maximum(began + compute, reduced) + cluster.overhead

@@ -110,7 +110,7 @@ class RoundsSimulation:
         self.result = Result("", cluster.workers)
         self._learner = learner
         self._recorder = recorder
-        self._draws = Draws(cluster.compute, cluster.workers, np.random.default_rng(seed))
+        self._draws = Draws(cluster.times, cluster.workers, np.random.default_rng(seed))
         self._workers = [Worker(rank, policy.version) for rank in range(cluster.workers)]
         self._idle: dict[int, None] = {}
         self._decided = self._newest = policy.version
