@@ -56,6 +56,10 @@ class Pipeline:
 
     # ------------------------------------------------------------- training thread
 
+    def precision(self, dtype: torch.dtype) -> float:
+        """The relative rounding error of a mean of steps of that type."""
+        return self._channel.world_size * torch.finfo(WIRES[self._wire] or dtype).eps
+
     @property
     def under_way(self) -> bool:
         """An exchange has been started and its result has not been taken yet."""

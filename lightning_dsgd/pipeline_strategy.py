@@ -66,15 +66,19 @@ class PipelineStrategy(CollectiveStrategy):
         self._pipeline: Pipeline | None = None
         self._points: Points | None = None
         self._stepping = False
-        self._settled = False
         self._moved: Tensor | None = None
         self._logged = (0.0, 0.0)
 
     # ------------------------------------------------------- what an algorithm defines
 
     @abc.abstractmethod
-    def correct(self, points: Points) -> None:
-        """Mend the gradient, in place, for the move that `points.rejoin` has just made."""
+    def correct(self, points: Points, precision: float) -> None:
+        """Mend the gradient, in place, for the move that `points.rejoin` has just made.
+
+        Args:
+            points: Knows the gradients, and the move.
+            precision: The relative rounding error of the mean step.
+        """
 
     @abc.abstractmethod
     def make_policy(self) -> RoundsPolicy:
@@ -189,24 +193,21 @@ class PipelineStrategy(CollectiveStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._stepping:
+        if self._stepping and self.is_distributed:
             self._settle()
         return loss
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        self._stepping, self._settled = True, False
+        self._stepping = True
         try:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._stepping = False
-        if (
-            not self._settled
-        ):  # training_step gave no loss: this rank's step is nil, but it takes part
-            self._settle()
-        assert self._pipeline is not None and self._points is not None
-        self._pipeline.start(self._points.stepped())
+        if self.is_distributed:
+            assert self._pipeline is not None and self._points is not None
+            self._pipeline.start(self._points.stepped())
         return result
 
     def _settle(self) -> None:
@@ -217,12 +218,11 @@ class PipelineStrategy(CollectiveStrategy):
             self._pipeline.finish()
             self._points.rejoin()
             self._moved = self._points.distance()
-            self.correct(self._points)
+            self.correct(self._points, self._pipeline.precision(self._points.step[0].dtype))
         else:
             self._refresh_layout()
         assert self._points is not None
         self._points.mark()
-        self._settled = True
 
     def _refresh_layout(self) -> None:
         """Parameters may have been frozen or freed since the last drain."""
@@ -330,7 +330,7 @@ class PipelineMonitor(Callback):
 
 
 def _strategy(trainer: Trainer) -> PipelineStrategy:
-    strategy: PipelineStrategy = trainer.strategy  # type: ignore[assignment]  # inserted by it alone
+    strategy: PipelineStrategy = trainer.strategy
     return strategy
 
 

@@ -2,14 +2,14 @@
 
 Two flat buffers of the model's size, and no more, take turns in holding
 
-===================  ==================  ===================================
-moment               `base`              `step`
-===================  ==================  ===================================
-after `mark`         the common point    free
-after `stepped`      the common point    this rank's own step
-after the exchange   the common point    the mean of all ranks' steps
-after `rejoin`       the distance moved  free: room for the correction
-===================  ==================  ===================================
+===================  ====================  =============================================
+moment               `base`                `step`
+===================  ====================  =============================================
+after `mark`         the common point      free
+after `stepped`      the common point      this rank's own step
+after the exchange   the common point      the mean of all ranks' steps
+after `rejoin`       the new common point  the distance moved: mean step minus own step
+===================  ====================  =============================================
 
 The new common point is computed as *base + mean step*, both of which are the same on every rank, so
 it is the same too, bit for bit; adding the distance to each rank's own point would round
@@ -31,6 +31,8 @@ class Points:
         self.layout = layout
         self.base: Flat = layout.zeros()
         self.step: Flat = layout.zeros()
+        self.own_step = torch.zeros(())
+        """After `rejoin`: the largest number in this rank's own step."""
         bases, steps = layout.views(self.base), layout.views(self.step)
         self._views: list[tuple[nn.Parameter, Tensor, Tensor]] = [
             (parameter, base, step)
@@ -53,23 +55,32 @@ class Points:
     @torch.no_grad()
     def rejoin(self) -> None:
         """With the mean step in `step`: move to the new common point, keep the distance moved."""
-        for base, step in zip(self.base, self.step, strict=True):
-            step.add_(base)
         for parameter, base, step in self._views:
-            torch.sub(step, parameter, out=base)
-            parameter.copy_(step)
+            parameter.sub_(base)  # the own step, exactly as it was sent
+            base.add_(step)
+            step.sub_(parameter)
+        self.own_step = largest([parameter for parameter, _, _ in self._views])
+        for parameter, base, _ in self._views:
+            parameter.copy_(base)
 
     def corrigible(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """After `rejoin`, for each parameter with a gradient: it, the distance, and free room."""
+        """After `rejoin`, for each parameter with a gradient: it, the distance, and room to work.
+
+        The room is `base`, which the next `mark` fills again.
+        """
         return [
-            (parameter.grad, distance, room)
-            for parameter, distance, room in self._views
+            (parameter.grad, step, base)
+            for parameter, base, step in self._views
             if parameter.grad is not None
         ]
 
     def distance(self) -> Tensor:
         """After `rejoin`: the length of the move."""
-        return length(self.base)
+        return length(self.step)
+
+    def moved(self, precision: float) -> Tensor:
+        """After `rejoin`: is the move more than what rounding makes of equal steps?"""
+        return largest(self.step) > precision * self.own_step
 
 
 def length(parts: list[Tensor]) -> Tensor:

@@ -73,7 +73,7 @@ class DCS3GDStrategy(PipelineStrategy):
         version = self.lightning_module.trainer.global_step
         return FirstKPolicy(self.world_size, self.world_size, version=version)
 
-    def correct(self, points: Points) -> None:
+    def correct(self, points: Points, precision: float) -> None:
         parts = points.corrigible()
         if any(gradient.is_sparse for gradient, _, _ in parts):
             raise ConfigurationError(
@@ -81,10 +81,11 @@ class DCS3GDStrategy(PipelineStrategy):
             )
         if self.lambda0 == 0 or not parts:
             self._lambdas = []
-        elif self.lambda_scope == "model":
-            self._lambdas = [compensate(parts, self.lambda0)]
-        else:
-            self._lambdas = [compensate([part], self.lambda0) for part in parts]
+            return
+        # λ would blow rounding errors up to a correction of full length
+        lambda0 = self.lambda0 * points.moved(precision).double()
+        pieces = [parts] if self.lambda_scope == "model" else [[part] for part in parts]
+        self._lambdas = [compensate(piece, lambda0) for piece in pieces]
 
     def step_values(self) -> dict[str, float]:
         if not self._lambdas:
@@ -93,7 +94,7 @@ class DCS3GDStrategy(PipelineStrategy):
 
 
 @torch.no_grad()
-def compensate(parts: Iterable[tuple[Tensor, Tensor, Tensor]], lambda0: float) -> Tensor:
+def compensate(parts: Iterable[tuple[Tensor, Tensor, Tensor]], lambda0: Tensor | float) -> Tensor:
     """Add λ g⊙g⊙D to a gradient, in place, and give λ back; 0 if there is nothing to correct.
 
     Args:

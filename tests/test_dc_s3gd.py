@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import csv
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,23 @@ class Job:
         launching.launch(launcher, "dc_s3gd", names, out, ranks=self.ranks, timeout=240)
 
     def results(self, name: str) -> list[Any]:
-        if name in ONCE and self.launcher != "torchrun":
-            pytest.skip("runs under torchrun only: nothing in it depends on the collectives")
         return launching.results(self.out, name, self.ranks)
 
 
-@pytest.fixture(scope="module", params=list(WORLDS))
-def job(request: Any, tmp_path_factory: Any) -> Job:
-    return Job(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: Any) -> Callable[[str], Job]:
+    return functools.cache(lambda launcher: Job(launcher, tmp_path_factory.mktemp(launcher)))
+
+
+@pytest.fixture(params=list(WORLDS))
+def job(request: Any, jobs: Callable[[str], Job]) -> Job:
+    return jobs(request.param)
+
+
+@pytest.fixture
+def once(jobs: Callable[[str], Job]) -> Job:
+    """For what does not depend on the collectives."""
+    return jobs("torchrun")
 
 
 # --------------------------------------------------------------------------- formula
@@ -175,13 +186,19 @@ def correct(
     return [corrected([g], d, lambda0)[0] for g, d in zip(gradient, pieces, strict=True)]
 
 
+def test_equals_the_papers_loop(job: Job) -> None:
+    results = job.results("by_model")
+    expected = numpy_loop(job.ranks, 100, 0.2, "model")
+    for result in results:
+        np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
-    ("name", "lambda0", "scope"),
-    [("by_model", 0.2, "model"), ("by_tensor", 0.2, "tensor"), ("stale", 0.0, "model")],
+    ("name", "lambda0", "scope"), [("by_tensor", 0.2, "tensor"), ("stale", 0.0, "model")]
 )
-def test_equals_the_papers_loop(job: Job, name: str, lambda0: float, scope: str) -> None:
-    results = job.results(name)
-    expected = numpy_loop(job.ranks, 100, lambda0, scope)
+def test_variants_equal_the_loop_too(once: Job, name: str, lambda0: float, scope: str) -> None:
+    results = once.results(name)
+    expected = numpy_loop(once.ranks, 100, lambda0, scope)
     for result in results:
         np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
 
@@ -230,8 +247,8 @@ def test_adam_groups_accumulation_clipping_and_schedule(job: Job) -> None:
         np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
 
 
-def test_the_correction_keeps_its_length_in_training(job: Job) -> None:
-    for result in job.results("corrections"):
+def test_the_correction_keeps_its_length_in_training(once: Job) -> None:
+    for result in once.results("corrections"):
         assert len(result["shares"]) == 11  # not the first step: nothing had been exchanged
         np.testing.assert_allclose(result["shares"], 0.2, rtol=1e-9)
 
@@ -285,15 +302,15 @@ def test_resumed_equals_uninterrupted_bit_for_bit(job: Job) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "thawed"])
-def test_features_end_at_one_point(job: Job, name: str) -> None:
-    results = job.results(name)
+def test_features_end_at_one_point(once: Job, name: str) -> None:
+    results = once.results(name)
     assert len({result["digest"] for result in results}) == 1
     assert all(result.get("finite", True) and result.get("moved", True) for result in results)
 
 
-def test_logs_distance_lambda_and_what_was_hidden(job: Job) -> None:
-    assert job.results("logged")[0]["rows"]
-    with open(job.out / "logged" / "version_0" / "metrics.csv") as file:
+def test_logs_distance_lambda_and_what_was_hidden(once: Job) -> None:
+    assert once.results("logged")[0]["rows"]
+    with open(once.out / "logged" / "version_0" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [2, 4, 6]
     for row in rows:
@@ -309,10 +326,8 @@ def test_threads_end_and_the_tally_stays(job: Job) -> None:
     assert all(worker["used"] == 100 for worker in tally["workers"])
 
 
-def test_unequal_shares_of_data_are_refused(job: Job) -> None:
-    if job.launcher != "torchrun":
-        pytest.skip("runs under torchrun only")
-    for outcome in launching.read(job.out, "unequal", job.ranks):
+def test_unequal_shares_of_data_are_refused(once: Job) -> None:
+    for outcome in launching.read(once.out, "unequal", once.ranks):
         assert outcome["error"] == "ConfigurationError"
         assert "rank 1: 4" in outcome["message"]
 
