@@ -7,7 +7,7 @@ takes on workers as fast as the recorded ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from lightning_dsgd.distributions import ComputeTime, Empirical, PerRank
 from lightning_dsgd.errors import ConfigurationError
@@ -76,9 +76,10 @@ def compute_times(trace: Trace) -> PerRank:
 
 
 def exchange_time(trace: Trace) -> float:
-    """The median duration of a collective, so that the first ones, which connect, do not count."""
+    """The mean duration of a collective, without the first ones, which connect."""
     durations = [part.exchange for part in _contributions(trace) if part.exchange > 0.0]
-    return median(durations) if durations else 0.0
+    settled = durations[len(durations) // 10 :]
+    return fmean(settled) if settled else 0.0
 
 
 def overhead_time(trace: Trace) -> float:
@@ -87,12 +88,7 @@ def overhead_time(trace: Trace) -> float:
     A worker can have begun no earlier than its own announcement before and the arrival of the
     update it computed at; what is left until this announcement, computing apart, is overhead.
     """
-    exchange = exchange_time(trace)
-    there = {
-        decision.number: now + exchange
-        for now, decision in trace.decisions
-        if isinstance(decision, Round)
-    }
+    there = _arrivals(trace)
     before: dict[int, float] = {}
     gaps = []
     for now, event in trace.events:
@@ -103,6 +99,17 @@ def overhead_time(trace: Trace) -> float:
             gaps.append(max(0.0, now - event.seconds - began))
         before[event.worker] = now
     return median(gaps) if gaps else 0.0
+
+
+def _arrivals(trace: Trace) -> dict[int, float]:
+    """When each update was there: exchanges follow one another, each after its decision."""
+    exchange, over = exchange_time(trace), 0.0
+    there = {}
+    for now, decision in trace.decisions:
+        if isinstance(decision, Round):
+            over = max(now, over) + exchange
+            there[decision.number] = over
+    return there
 
 
 def measured_seconds_per_update(trace: Trace) -> float:
