@@ -7,6 +7,7 @@ import csv
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 from lightning_dsgd import ConfigurationError, DCS3GDStrategy
 from lightning_dsgd.gradients import FlatLayout
 from lightning_dsgd.points import Points
+from lightning_dsgd.warmup import WeightDecayWarmup
 from lightning_dsgd_plugins.dc_s3gd import compensate
 from tests import launching
 from tests.ranks.toy import BATCH, LR, MOMENTUM, Toy, dataset, flat, trainer_for
@@ -351,3 +353,25 @@ def test_a_lost_rank_ends_the_others_by_name(
         ended = tmp_path / f"ended.{rank}"
         said = ended.read_text() if ended.exists() else process.stdout
         assert error in said, f"rank {rank}: {said}\n{process.stdout[-4000:]}"
+
+
+# --------------------------------------------------------------------------- warm-up
+
+
+def test_weight_decay_grows_and_is_resumed_from_the_optimizers_state() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, weight_decay=0.5)
+    seen = []
+    for step in (0, 2, 4, 9):
+        trainer = SimpleNamespace(global_step=step, optimizers=[optimizer])
+        WeightDecayWarmup(steps=4, start=0.2).on_train_batch_start(trainer, None, None, 0)
+        seen.append(optimizer.param_groups[0]["weight_decay"])
+        again = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        again.load_state_dict(optimizer.state_dict())
+        optimizer = again
+    assert seen == pytest.approx([0.1, 0.3, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"steps": 3, "start": 1.5}])
+def test_warm_up_refuses_what_it_cannot_do(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=list(arguments)[-1]):
+        WeightDecayWarmup(**arguments)
