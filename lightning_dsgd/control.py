@@ -7,6 +7,7 @@ when the run is over for everybody or when rank 0 is gone.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -84,11 +85,14 @@ class Control:
                     f"rank {self.rank}: the coordinator at {self._ticket.endpoint} did not answer; "
                     "is that address reachable from this host?"
                 )
-        return decode_downward(self._main.recv())
+        answer: Message = decode_downward(self._main.recv())
+        return answer
 
     def announce(self, message: Message) -> None:
         """Tell the coordinator; never blocks. For the training thread only."""
-        self._main.send(encode(message))
+        # without a connection a plain send would wait for one; the lifeline says what is wrong
+        with contextlib.suppress(zmq.Again):
+            self._main.send(encode(message), zmq.NOBLOCK)
 
     def leave(self, error: str | None = None) -> None:
         """Say goodbye, or why not, and close; for the training thread only."""

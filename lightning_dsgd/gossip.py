@@ -127,7 +127,8 @@ class GossipExchange:
     # ------------------------------------------------------------- training thread
 
     def computed(self) -> None:
-        """Announce a gradient, and start an exchange with it unless the last one is still going on."""
+        """Announce a gradient; start an exchange with it unless the last one is still going on."""
+        self._alarm.check()
         with self._changed:
             starts = self._active and not self._under_way
             self._under_way |= starts
@@ -141,7 +142,7 @@ class GossipExchange:
         return answer.more
 
     def await_close(self) -> None:
-        """Wait until every rank has made its last gradient of the segment and all pairs are done."""
+        """Wait until every rank has ended the segment and all pairs are done."""
         # the coordinator counts `timeout` too, and can say whom it waits for
         self._await(lambda: self._closed, "not every rank has ended the epoch", 2 * self._timeout)
         self._closed = False

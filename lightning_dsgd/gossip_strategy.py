@@ -13,6 +13,7 @@ from the own model, or from the mean.
 from __future__ import annotations
 
 import abc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,14 +41,8 @@ Resync = Literal["never", "epoch"]
 class GossipLoader(RoundsLoader):
     """A rank's batches, over and over: the strategy knows when an epoch is over, not the data.
 
-    Its length is the rank's share of an epoch if all were equally fast; 0 stands for an unknown
-    one.
+    Its length is the rank's share of an epoch if all were equally fast.
     """
-
-    def __len__(self) -> int:
-        if not self._length:
-            raise TypeError("the training data has no length")
-        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         self._source, self._next, self._restarts = None, [], 0
@@ -101,7 +96,7 @@ class GossipStrategy(CollectiveStrategy):
             or (isinstance(resync_every, int) and resync_every > 0)
         ):
             raise ConfigurationError(
-                f"resync_every={resync_every!r} must be 'never', 'epoch' or a number of steps, 1 or more"
+                f"resync_every={resync_every!r} must be 'never', 'epoch' or a number of steps"
             )
         if gradients_per_epoch is not None and gradients_per_epoch < 1:
             raise ConfigurationError(
@@ -118,7 +113,6 @@ class GossipStrategy(CollectiveStrategy):
         self._in_epoch = False
         self._stepping = False
         self._fresh = True
-        self._announced = False
 
     # ------------------------------------------------------- what an algorithm defines
 
@@ -158,7 +152,7 @@ class GossipStrategy(CollectiveStrategy):
         self._flat, self._after = layout.zeros(), layout.zeros()
         self._views = list(zip(layout.views(self._flat), layout.views(self._after), strict=True))
         self._own_buffers: list[Tensor] | None = None
-        self._fresh, self._announced = True, False
+        self._fresh = True
         own = layout.zeros()
         for parameter, view in layout.views(own):
             view.copy_(parameter.detach())
@@ -187,15 +181,9 @@ class GossipStrategy(CollectiveStrategy):
     def _batches_per_epoch(self, trainer: Trainer) -> int:
         """All ranks' batches of one pass over the data."""
         assert self._main is not None
-        shares = self._main.gather_objects(float(trainer.fit_loop.max_batches))
         if self.gradients_per_epoch is not None:
-            return self.gradients_per_epoch * trainer.accumulate_grad_batches
-        if float("inf") in shares:
-            raise ConfigurationError(
-                "the training data has no length, so an epoch has no number of gradients; give "
-                "`gradients_per_epoch` to the strategy, or limit_train_batches to the Trainer"
-            )
-        return int(sum(shares))
+            return int(self.gradients_per_epoch * trainer.accumulate_grad_batches)
+        return sum(self._main.gather_objects(int(trainer.fit_loop.max_batches)))
 
     def finish_gossip(self) -> None:
         """After the last epoch: say goodbye together, then end the threads."""
@@ -237,8 +225,20 @@ class GossipStrategy(CollectiveStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
+        return GossipLoader(dataloader, self._share(dataloader, trainer), self)
+
+    def _share(self, dataloader: object, trainer: Trainer) -> int:
+        """This rank's batches per epoch, if all ranks were equally fast."""
+        if self.gradients_per_epoch is not None:
+            batches = self.gradients_per_epoch * trainer.accumulate_grad_batches
+            return math.ceil(batches / self.world_size)
         length = local_length(dataloader, trainer.limit_train_batches)
-        return GossipLoader(dataloader, length or 0, self)
+        if not length:
+            raise ConfigurationError(
+                "the training data of this rank is empty or has no length, so an epoch has no "
+                "number of gradients; give `gradients_per_epoch` to the strategy"
+            )
+        return length
 
     def begin_epoch(self) -> None:
         """Called when the epoch's first batch is asked for."""
@@ -247,7 +247,7 @@ class GossipStrategy(CollectiveStrategy):
         gradients = self._batches // trainer.accumulate_grad_batches
         if gradients < self.world_size:
             raise ConfigurationError(
-                f"an epoch of {gradients} gradients leaves a rank of {self.world_size} without any; "
+                f"an epoch of {gradients} gradients is too short for {self.world_size} ranks; "
                 "give more data, smaller batches, or `gradients_per_epoch` to the strategy"
             )
         # the strategy ends the epoch: no limit of Lightning's may come before
@@ -295,7 +295,6 @@ class GossipStrategy(CollectiveStrategy):
         assert self._exchange is not None
         self._exchange.computed()
         self._load_own()
-        self._announced = True
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -305,8 +304,6 @@ class GossipStrategy(CollectiveStrategy):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._stepping = False
-        if not self._announced:  # training_step has returned None: there was no backward
-            self._announce()
         self._step_made()
         return output
 
@@ -323,7 +320,7 @@ class GossipStrategy(CollectiveStrategy):
         for _, (parameter, view) in self._views:
             view.copy_(parameter)
         self._exchange.model.move(self._flat, self._after, self._seen)
-        self._fresh, self._announced = True, False
+        self._fresh = True
         if not self._exchange.may_go_on():
             self._end_segment()
 
@@ -401,7 +398,7 @@ class GossipStrategy(CollectiveStrategy):
     def _refuse_inside_epoch(self, what: str) -> None:
         if self._in_epoch:
             raise ConfigurationError(
-                f"{what} inside the training epoch would hang: with {type(self).__name__} the ranks "
+                f"{what} inside the epoch would hang: with {type(self).__name__} the ranks "
                 "make unequal numbers of steps; do it at the end of the epoch (on_epoch=True)"
             )
 
@@ -452,7 +449,7 @@ class GossipMonitor(Callback):
 
 
 def _strategy(trainer: Trainer) -> GossipStrategy:
-    strategy: GossipStrategy = trainer.strategy  # type: ignore[assignment]  # inserted by it alone
+    strategy: GossipStrategy = trainer.strategy
     return strategy
 
 

@@ -51,8 +51,8 @@ class Topology:
         unreached = self._unreached()
         if unreached:
             raise ConfigurationError(
-                f"the graph is not connected: rank {unreached[0]} is out of rank 0's reach, so their "
-                "models would never meet"
+                f"the graph is not connected: rank {unreached[0]} is out of rank 0's reach, so "
+                "their models would never meet"
             )
 
     def _check(self, a: int, b: int) -> None:

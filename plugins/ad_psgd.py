@@ -45,11 +45,11 @@ class GossipPolicy(Policy):
     Rules:
 
     1. A segment is a number of gradients. At its start every rank holds the right to make one.
-    2. A gradient that is announced makes room for its rank's next one, until all rights are given
-    away. 3. A gradient of an active rank makes a pair: the rank, and one of its neighbours at
-    random. 4. When no rank holds a right any more, the segment is closed. A gradient announced
-    before the next
-       one is opened belongs to that one, and waits for it.
+    2. An announced gradient earns its rank the right to the next one, until all are given away.
+    3. A gradient of an active rank whose last exchange is over makes a pair: the rank, and one of
+       its neighbours at random.
+    4. When no rank holds a right any more, the segment is closed. A gradient announced before the
+       next one is opened belongs to that one, and waits for it.
     """
 
     def __init__(self, topology: Topology, *, seed: int = 0) -> None:
@@ -61,12 +61,12 @@ class GossipPolicy(Policy):
         self._random = random.Random(seed)
         self._given = 0
         self._holding: set[int] = set()
-        self._early: list[int] = []
+        self._early: list[Computed] = []
         self._latest = dict.fromkeys(self.present, 0)
 
     def handle(self, event: Event, now: float) -> Sequence[Decision]:
         if isinstance(event, Computed):
-            return self._computed(event.worker)
+            return self._computed(event)
         if isinstance(event, Segment):
             return self._open(event.last)
         if isinstance(event, Joined):
@@ -81,22 +81,25 @@ class GossipPolicy(Policy):
         self._holding = set(self.present)
         self._given = self.version + len(self._holding)
         early, self._early = self._early, []
-        return [decision for worker in early for decision in self._computed(worker)]
+        return [decision for event in early for decision in self._computed(event)]
 
-    def _computed(self, worker: int) -> Sequence[Decision]:
+    def _computed(self, event: Computed) -> Sequence[Decision]:
+        worker = event.worker
         if worker not in self._holding:
-            self._early.append(worker)
+            self._early.append(event)
             return NOTHING
         self.version += 1
         self._latest[worker] = self.version
         more = self._given < self.last
         self._given += more
-        decisions: list[Decision] = [Go(worker, more), *self._pair(worker)]
+        decisions: list[Decision] = [Go(worker, more)]
+        if event.starts:
+            decisions.extend(self._pair(worker))
         return decisions if more else [*decisions, *self._done(worker)]
 
     def _pair(self, worker: int) -> Iterable[Decision]:
         partners = [p for p in self._topology.neighbours(worker) if p in self.present]
-        if not is_active(worker) or not partners:
+        if not partners:
             return NOTHING
         partner = self._random.choice(partners)
         self.pairs += 1
@@ -112,7 +115,7 @@ class GossipPolicy(Policy):
     def _left(self, worker: int) -> Sequence[Decision]:
         """Its right goes to whoever asks next; if nobody is left to ask, the segment ends short."""
         self.present.discard(worker)
-        self._early = [rank for rank in self._early if rank != worker]
+        self._early = [event for event in self._early if event.worker != worker]
         if worker not in self._holding:
             return NOTHING
         self._given -= 1
@@ -123,8 +126,7 @@ class GossipPolicy(Policy):
 
 
 class ADPSGDStrategy(GossipStrategy):
-    """Every worker trains a model of its own and averages it with a random neighbour's, step by
-    step.
+    """Every worker trains a model of its own and keeps averaging it with random neighbours' models.
 
     Nobody waits for a slow worker: a pair's exchange runs in the communication threads of its two
     ranks while both compute. Ranks make unequal numbers of steps; an epoch is a total over all of
