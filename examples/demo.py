@@ -21,7 +21,7 @@ from typing import Any
 
 RANKS = 4
 SLOW_RANK = 3
-COMPUTE_SECONDS = 0.02
+COMPUTE_SECONDS = 0.05
 """A mini-batch here is tiny; this pause stands for the work of a real one."""
 
 
@@ -120,7 +120,7 @@ def table(reports: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=75, help="updates per run")
+    parser.add_argument("--updates", type=int, default=60, help="updates per run")
     parser.add_argument("--backups", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

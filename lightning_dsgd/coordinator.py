@@ -52,11 +52,6 @@ from lightning_dsgd.trace import TraceWriter
 
 ROLES = ("main", "rounds", "life")
 _EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick, Computed)
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 _LONGEST_NAP_MS = 500
 
 
@@ -96,10 +91,10 @@ class Coordinator:
         self._socket, key = self._open()
         port = self._socket.bind_to_random_port(f"tcp://{address}")
         self.ticket = Ticket(f"tcp://{address}:{port}", key, timeout)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._greeted: set[bytes] = set()
         self._gone: set[int] = set()
-        self._lifelines: dict[int, int] = {}
+        self._connections: dict[int, tuple[int, str]] = {}
         self._aborted = False
         self._waiting_since: float | None = None
         self._began = time.monotonic()
@@ -228,18 +223,17 @@ class Coordinator:
 
     def _hello(self, worker: int, name: zmq.Frame) -> None:
         self._greeted.add(name.bytes)
-        if name.bytes == identity(worker, "life"):
-            self._lifelines[name.get(zmq.SRCFD)] = worker
+        role = name.bytes.decode().partition("/")[2]
+        self._connections[int(name.get(zmq.SRCFD))] = (worker, role)
         if len(self._greeted) == self._workers * len(ROLES):
             self._send_all("main", Welcome())
 
     def _connection_event(self) -> None:
         event = parse_monitor_message(self._monitor.recv_multipart())
-        if event["event"] & _REFUSED:
+        worker, role = self._connections.pop(event["value"], (-1, "stranger"))
+        if role == "stranger":
             self.tally.foreign += 1
-            return
-        worker = self._lifelines.pop(event["value"], None)
-        if worker is not None and worker not in self._gone:
+        elif role == "life" and worker not in self._gone:
             self._gone.add(worker)
             self._abort(
                 worker, f"rank {worker} is lost: its process has ended or no longer answers"

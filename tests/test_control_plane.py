@@ -109,10 +109,7 @@ def test_a_rank_that_fails_is_named_to_the_others(job: Job) -> None:
 
 
 def test_a_rank_that_vanishes_is_named_to_the_others(job: Job) -> None:
-    job.controls[1]._leaving.set()
-    job.controls[1]._thread.join()
-    job.controls[1]._life.disable_monitor()
-    job.controls[1]._life.close(linger=0)
+    job.controls.pop().close()
     assert until(lambda: job.alarms[0].error is not None)
     assert isinstance(job.alarms[0].error, PeerLostError)
     assert "rank 1 is lost" in str(job.alarms[0].error)
