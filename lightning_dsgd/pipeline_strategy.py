@@ -120,7 +120,7 @@ class PipelineStrategy(CollectiveStrategy):
         """Connect the control plane and start the communication thread; collective."""
         assert self._backend is not None and self._main is not None
         self._check_lengths(trainer.num_training_batches)
-        self._points = None
+        self._points, self._moved, self._logged = None, None, (0.0, 0.0)
         address = self.control_address()
         ticket = None
         if self.is_global_zero:
