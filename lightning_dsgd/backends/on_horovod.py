@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +43,26 @@ def _pair_sets(hvd: Any, edges: Sequence[Edge], world_size: int) -> list[Any]:
     return list(_process_sets.values())
 
 
+_LAST_WORDS = 10.0
+"""Seconds between Horovod's decision to abort the process and the process's end."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _delay_abort(signum: int) -> None:
+    """Hold up a thread that is not Python's own; any other aborts at once."""
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        time.sleep(_LAST_WORDS)
+
+
+def _await_last_words() -> None:
+    """Do not let Horovod end the process before it has said why.
+
+    When a peer is lost, Horovod's thread tries to remove its process sets together with it, fails,
+    and aborts. Python's own signal handlers run in the main thread and could not hold it up.
+    """
+    ctypes.CDLL(None).signal(signal.SIGABRT, _delay_abort)
+
+
 class HorovodBackend(Backend):
     """Horovod's global job. It is initialised once per process and left to its own exit handler."""
 
@@ -58,6 +81,8 @@ class HorovodBackend(Backend):
         self.hvd: Any = hvd
         if not hvd.is_initialized():
             hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
+            if self.edges:
+                _await_last_words()
 
     def channel(self, name: str) -> Channel:
         return HorovodChannel(name, self)
