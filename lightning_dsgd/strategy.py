@@ -87,14 +87,12 @@ class CollectiveStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the environment who we are, where it does not know already."""
+        """Tell the environment who we are; one that a launcher made knows better."""
         environment = self.cluster_environment
         if environment is None:
             return
-        if not environment.creates_processes_externally:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            environment.set_global_rank(rank)
-            environment.set_world_size(self.num_nodes * self.num_processes)
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
         from lightning_utilities.core.rank_zero import rank_zero_only
 
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]  # its way
