@@ -71,7 +71,7 @@ def main() -> int:
     passed = max(behind.values()) <= LIMIT
     text = table(["4 ranks", "accuracy: median (range)", "behind, on average", "gradients"], lines)
     text += (
-        f"\n\n{args.seeds} seeds, {args.epochs} epochs, mini-batches of {BATCH}, SGD with a rate of "
+        f"\n\n{args.seeds} seeds, {args.epochs} epochs, batches of {BATCH}, SGD at a rate of "
         f"{LR}, one hidden layer of 128. Gradients by rank, seed 0. Required: at most "
         f"{LIMIT:.2f} behind; {'holds' if passed else 'DOES NOT HOLD'}."
     )

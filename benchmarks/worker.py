@@ -95,7 +95,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         strategy=strategy,
         callbacks=[clock, Stragglers(case.get("stragglers"), seed=case.get("seed", 0))],
         max_steps=case.get("steps", -1),
-        max_epochs=-1,
+        max_epochs=case.get("epochs", -1),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
