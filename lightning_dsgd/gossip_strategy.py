@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -68,6 +69,11 @@ class GossipTally:
             values[f"answered/{rank}"] = float(counts.answered)
             values[f"partner_age/{rank}"] = counts.mean_age
         return values
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a report or a file."""
+        ranks = [msgspec.to_builtins(counts) for counts in self.ranks]
+        return {"consensus": self.consensus, "workers": ranks}
 
     def table(self) -> str:
         """The run at a glance."""
@@ -230,7 +236,7 @@ class GossipStrategy(CollectiveStrategy):
     def _share(self, dataloader: object, trainer: Trainer) -> int:
         """This rank's batches per epoch, if all ranks were equally fast."""
         if self.gradients_per_epoch is not None:
-            batches = self.gradients_per_epoch * trainer.accumulate_grad_batches
+            batches = self.gradients_per_epoch * int(trainer.accumulate_grad_batches)
             return math.ceil(batches / self.world_size)
         length = local_length(dataloader, trainer.limit_train_batches)
         if not length:

@@ -228,7 +228,9 @@ class Ranks:
             exchange = self.exchanges[rank]
             before = [torch.zeros(5, dtype=torch.float64)]
             while True:
-                time.sleep(float(rng.exponential(0.0005)))
+                time.sleep(float(rng.exponential(0.0005 if is_active(rank) else 0.005)))
+                while exchange._under_way and rng.random() < 0.95:  # mostly: more exchanges
+                    time.sleep(0.0005)
                 exchange.computed()
                 seen = exchange.model.read(before)
                 delta = rng.normal(scale=step, size=5) if step else np.zeros(5)

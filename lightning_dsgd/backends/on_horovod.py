@@ -47,11 +47,13 @@ _LAST_WORDS = 10.0
 """Seconds between Horovod's decision to abort the process and the process's end."""
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _delay_abort(signum: int) -> None:
     """Hold up a thread that is not Python's own; any other aborts at once."""
     if isinstance(threading.current_thread(), threading._DummyThread):
         time.sleep(_LAST_WORDS)
+
+
+_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(_delay_abort)
 
 
 def _await_last_words() -> None:
@@ -60,7 +62,7 @@ def _await_last_words() -> None:
     When a peer is lost, Horovod's thread tries to remove its process sets together with it, fails,
     and aborts. Python's own signal handlers run in the main thread and could not hold it up.
     """
-    ctypes.CDLL(None).signal(signal.SIGABRT, _delay_abort)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _handler)
 
 
 class HorovodBackend(Backend):
