@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,9 @@ def overhead(repetitions: int, write: bool) -> None:
         f"launch, {repetitions} launches."
     )
     data = {"ours": ours, "ddp": ddp, "ratios": ratios}
-    report("overhead", "Overhead over DDP", _command("overhead", repetitions), text, data, write=write)
+    report(
+        "overhead", "Overhead over DDP", _command("overhead", repetitions), text, data, write=write
+    )
 
 
 def straggler(repetitions: int, write: bool) -> None:
@@ -60,7 +63,9 @@ def straggler(repetitions: int, write: bool) -> None:
         [name, spread(values), f"{base / statistics.median(values):.1f}"]
         for name, values in pace.items()
     ]
-    text = table(["50 ms per gradient, rank 3 500 ms", "seconds per update", "times DDP's pace"], rows)
+    text = table(
+        ["50 ms per gradient, rank 3 500 ms", "seconds per update", "times DDP's pace"], rows
+    )
     report(
         "straggler", "One slow rank", _command("straggler", repetitions), text, pace, write=write
     )
@@ -101,8 +106,8 @@ def closed_forms(repetitions: int, write: bool) -> None:
     head = ["K = 2 of 4, Exp(0.1 s)", "closed form", "one exchange", "measured", "ratio"]
     text = table(head, rows)
     text += (
-        f"\n\nMean seconds per update over {repetitions} launches of 350 updates each; the ratio is "
-        "measured over (closed form + exchange)."
+        f"\n\nMean seconds per update over {repetitions} launches of 350 updates each; the ratio "
+        "is measured over (closed form + exchange)."
     )
     command = _command("closed_forms", repetitions)
     report("closed_forms", "Time per update against theory", command, text, data, write=write)
@@ -176,7 +181,9 @@ def _accuracy(
         ]
         for index, (label, values) in enumerate(found.items())
     ]
-    text = table(["strategy", f"accuracy, {seeds} seeds", "mean", "to synchronous", "updates"], rows)
+    text = table(
+        ["strategy", f"accuracy, {seeds} seeds", "mean", "to synchronous", "updates"], rows
+    )
     text += (
         f"\n\n{common['gradients']} gradients of {common['batch']} rows each, SGD with rate "
         f"{common['lr']} and no momentum for all, random pauses of mean 2 ms."
@@ -214,7 +221,9 @@ def cyclic(repetitions: int, write: bool) -> None:
     base = statistics.median(rates["synchronous"])
     for index, name in enumerate(named):
         idle = [
-            statistics.median(run[index][rank]["idle"] / run[index][rank]["seconds"] for run in runs)
+            statistics.median(
+                run[index][rank]["idle"] / run[index][rank]["seconds"] for run in runs
+            )
             for rank in range(4)
         ]
         data[name] = {"idle": idle, "rate": rates[name]}
@@ -226,6 +235,60 @@ def cyclic(repetitions: int, write: bool) -> None:
     report("cyclic", "Cyclic updates", _command("cyclic", repetitions), text, data, write=write)
 
 
+PREDICTED: dict[str, tuple[Case, dict[str, Any]]] = {
+    "backup_workers, backups=0": (CONTENDERS["synchronous"], {"strategy": "k_sync", "k": 4}),
+    "backup_workers, backups=1": (
+        CONTENDERS["backup_workers"],
+        {"strategy": "k_sync", "k": 3, "cancel_late": False},
+    ),
+    "k_sync, k=2": (CONTENDERS["k_sync, k=2"], {"strategy": "k_sync", "k": 2}),
+    "k_batch_sync, k=3": (CONTENDERS["k_batch_sync, k=3"], {"strategy": "k_batch_sync", "k": 3}),
+    "k_async, k=2": (CONTENDERS["k_async, k=2"], {"strategy": "k_async", "k": 2}),
+    "k_batch_async, k=2": (CONTENDERS["k_batch_async, k=2"], {"strategy": "k_batch_async", "k": 2}),
+    "cyclic_delay": (CONTENDERS["cyclic_delay, mean"], {"strategy": "cyclic_delay"}),
+    "cyclic_delay, delay=2": (
+        CONTENDERS["cyclic_delay, delay=2"],
+        {"strategy": "cyclic_delay", "delay": 2},
+    ),
+}
+
+
+def prediction(repetitions: int, write: bool) -> None:
+    """A synchronous run's record, simulated under every strategy, against real runs of each."""
+    from lightning_dsgd.simulate import simulate
+    from lightning_dsgd.simulate.replay import recorded_cluster, replay
+    from lightning_dsgd.trace import read_trace
+
+    common: Case = {"steps": 220, "warm_up": 20, "widths": [16], "batch": 8, "lr": 0.01}
+    common["stragglers"] = [{"kind": "exponential", "mean": 0.06}]
+    ratios: dict[str, list[float]] = {name: [] for name in PREDICTED}
+    decisions = 0
+    for seed in range(repetitions):
+        with tempfile.TemporaryDirectory() as folder:
+            cases = []
+            for number, (case, _) in enumerate(PREDICTED.values()):
+                arguments = {**case.get("arguments", {}), "trace": f"{folder}/{number}"}
+                cases.append({**common, **case, "arguments": arguments, "seed": seed})
+            results = launch(cases)
+            traces = [read_trace(f"{folder}/{number}") for number in range(len(cases))]
+            different = [str(replay(trace)) for trace in traces if replay(trace) is not None]
+            if different:
+                raise SystemExit(f"replayed decisions differ: {different}")
+            decisions += sum(len(trace.decisions) for trace in traces)
+        cluster = recorded_cluster(traces[0])
+        for (name, (_, how)), result in zip(PREDICTED.items(), results, strict=True):
+            predicted = simulate(cluster=cluster, updates=2000, seed=seed, **how)
+            ratios[name].append(predicted.seconds_per_update / result[0]["per_update"])
+    rows = [[name, spread(values, 3)] for name, values in ratios.items()]
+    text = table(["predicted / measured seconds per update", "median (range)"], rows)
+    text += (
+        "\n\nThe cluster is what a synchronous run recorded (compute times, exchange, overhead); "
+        f"200 updates are measured. All {decisions} recorded decisions came out the same when replayed."
+    )
+    command = _command("prediction", repetitions)
+    report("prediction", "Prediction of real runs", command, text, ratios, write=write)
+
+
 BENCHMARKS: dict[str, Callable[[int, bool], None]] = {
     "overhead": overhead,
     "straggler": straggler,
@@ -233,6 +296,7 @@ BENCHMARKS: dict[str, Callable[[int, bool], None]] = {
     "accuracy": accuracy,
     "fashion": fashion,
     "cyclic": cyclic,
+    "prediction": prediction,
 }
 
 

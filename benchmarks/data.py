@@ -44,7 +44,7 @@ def _fashion(part: str) -> TensorDataset:
 
 
 def _idx(path: Path, header: int) -> np.ndarray:
-    raw = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return np.frombuffer(raw, dtype=np.uint8, offset=header)
 
 

@@ -1,7 +1,7 @@
 """Runs lists of cases through a launcher, and writes tables, spreads and reports.
 
-Machines are noisy, so rivals run in the same launch and figures are medians over launches with their
-spread. Lightning's DDP initialises torch's default group for good, so it comes last in its launch.
+Machines are noisy, so rivals run in the same launch and figures are medians over launches with
+their spread. Lightning's DDP initialises torch's default group for good, so it comes last in its launch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def report(name: str, title: str, command: str, text: str, data: Any, *, write: 
     if not write:
         return
     REPORTS.mkdir(exist_ok=True)
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    head = f"# {title}\n\n{date.today().isoformat()}, {machine}. Made by `{command}`.\n\n"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    machine = f"{date.today().isoformat()}, {os.cpu_count()} cores, {versions}"
+    head = f"# {title}\n\n{machine}. Made by `{command}`.\n\n"
     (REPORTS / f"{name}.md").write_text(head + text + "\n")
     (REPORTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
     python -m examples.demo
 
-Starts itself twice under `horovodrun` (or `torchrun`, where Horovod is not installed) and prints one
-table.
+Starts itself twice under `horovodrun` (or `torchrun`, where Horovod is not installed) and prints
+one table.
 """
 
 from __future__ import annotations

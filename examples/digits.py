@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Digits(pl.LightningDataModule):
-    """1,797 images of 8 × 8 pixels; a fixed fifth of them is for validation."""
+    """1,797 images of 8 x 8 pixels; a fixed fifth of them is for validation."""
 
     def __init__(self, batch_size: int = 32) -> None:
         super().__init__()

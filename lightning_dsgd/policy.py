@@ -101,17 +101,18 @@ class RoundsPolicy(Policy):
         return self._rounds(now)
 
     def _contribution(self, event: Contribution, now: float) -> Sequence[Decision]:
-        applied = self._applied
-        if event.worker not in self.present:
-            return [Dropped(event.worker, event.seq, "its worker is not part of the run")]
-        if event.version > self.version:
-            return [Dropped(event.worker, event.seq, "it comes from a version not reached yet")]
-        if event.version > applied[event.worker]:
-            applied[event.worker] = event.version
+        worker, version = event.worker, event.version
+        applied = self._applied.get(worker)
+        if applied is None:
+            return [Dropped(worker, event.seq, "its worker is not part of the run")]
+        if version > applied:
+            if version > self.version:
+                return [Dropped(worker, event.seq, "it comes from a version not reached yet")]
+            self._applied[worker] = version
         refusal = self._accept(event, now)
         if refusal is not None:
-            return [Dropped(event.worker, event.seq, refusal)]
-        return self._rounds(now)
+            return [Dropped(worker, event.seq, refusal)]
+        return self._rounds(now) if self._complete(now) else NOTHING
 
     def _without(self, worker: int, now: float) -> list[Decision]:
         self.present.discard(worker)

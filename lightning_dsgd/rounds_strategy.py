@@ -102,6 +102,10 @@ class RoundsStrategy(CollectiveStrategy):
         """The policy's constructor arguments; a trace keeps them, to make the same policy again."""
         return {"workers": self.world_size, "version": self.version, "max_lag": self.max_lag}
 
+    def worker_options(self) -> dict[str, Any]:
+        """What a trace must say of the workers' own behaviour, beside the policy."""
+        return {"cancel_late": self.cancel_late}
+
     def gradients_per_round(self) -> int:
         """How many gradients an update usually holds: sets the number of updates in an epoch."""
         return self.world_size
@@ -147,8 +151,8 @@ class RoundsStrategy(CollectiveStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         problem = ConfigurationError(
-            f"{type(self).__name__} works with one optimizer; put all parameters into the groups of "
-            "one in `configure_optimizers`"
+            f"{type(self).__name__} works with one optimizer; put all parameters into the groups "
+            "of one in `configure_optimizers`"
         )
         try:
             super().setup_optimizers(trainer)
@@ -180,6 +184,7 @@ class RoundsStrategy(CollectiveStrategy):
         self._pool = FlatPool(layout)
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
+        self._computed_seconds = 0.0
         self._applied_flat: list[Tensor] | None = None
         self._distance = self._make_distance_damping(layout)
         self._hooks = self._install_cancel_hooks(layout) if self.cancel_late else []
@@ -238,6 +243,7 @@ class RoundsStrategy(CollectiveStrategy):
                     bytes=nbytes,
                     start=policy.version,
                     state=dict(self.policy_state),
+                    options=self.worker_options(),
                 ),
             )
         coordinator = Coordinator(
@@ -347,8 +353,8 @@ class RoundsStrategy(CollectiveStrategy):
             self._abandon = False
             self._replaying = self._exchange.decided or not self.may_start()
             self._computed_at = self.version
-            self._turn_began = time.monotonic()
-        return not (self._replaying or self._abandon)
+        self._began = time.monotonic()
+        return not self._idle
 
     @property
     def _idle(self) -> bool:
@@ -377,6 +383,7 @@ class RoundsStrategy(CollectiveStrategy):
             super().backward(loss, optimizer, *rest, **kw)
         except Overtaken:
             self._abandon = True
+        self._computed_seconds += time.monotonic() - self._began
 
     def _end_turn(self, loss: float) -> None:
         """Contribute, go on computing while the algorithm wants it, and take the next update."""
@@ -389,6 +396,7 @@ class RoundsStrategy(CollectiveStrategy):
         if self._abandon:  # half a gradient: nothing to keep
             for buffer in self._accumulated:
                 buffer.zero_()
+            self._computed_seconds = 0.0
         while self._accumulated_batches and not exchange.decided:
             if self.should_publish():
                 self._publish()
@@ -417,12 +425,12 @@ class RoundsStrategy(CollectiveStrategy):
             version=self._oldest,
             batches=self._accumulated_batches,
             loss=self._loss,
-            seconds=time.monotonic() - self._turn_began,
+            seconds=self._computed_seconds,
         )
         self._exchange.publish(self._accumulated, contribution)
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
-        self._turn_began = time.monotonic()
+        self._computed_seconds = 0.0
 
     def _extra_minibatch(self) -> None:
         """One more gradient within the same iteration, as Lightning would compute it."""
@@ -433,6 +441,7 @@ class RoundsStrategy(CollectiveStrategy):
         self._computed_at = self.version
         loss = 0.0
         for _ in range(trainer.accumulate_grad_batches):
+            self._began = time.monotonic()
             self._call_minibatch_start()
             output = self._step_on(loader.take(), trainer)
             part = output["loss"] if isinstance(output, dict) else output

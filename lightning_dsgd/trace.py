@@ -35,6 +35,8 @@ class Header(msgspec.Struct):
     bytes: int = 0
     start: int = 0
     state: dict[str, Any] = msgspec.field(default_factory=dict)
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """How the workers behave: whether late work is cancelled, how much a turn accumulates."""
 
 
 class Line(msgspec.Struct, omit_defaults=True):

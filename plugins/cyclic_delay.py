@@ -171,6 +171,9 @@ class CyclicDelayStrategy(RoundsStrategy):
     def make_policy(self, arguments: dict[str, Any]) -> RoundsPolicy:
         return CyclicPolicy(**arguments)
 
+    def worker_options(self) -> dict[str, Any]:
+        return {"delay": self.delay, "max_accumulation": self.max_accumulation}
+
     def initial_token(self, policy_state: dict[str, Any]) -> int | None:
         return first_token(policy_state, self.world_size)
 

@@ -83,7 +83,10 @@ class FirstKPolicy(RoundsPolicy):
         return f"computed {age} update{'s' * (age != 1)} ago, at most {self.max_staleness} allowed"
 
     def _complete(self, now: float) -> bool:
-        return len(self._waiting) >= self.needed > 0
+        waiting = len(self._waiting)
+        if waiting >= self.k:
+            return True
+        return self.counted == "workers" and 0 < waiting >= len(self.present)
 
     def _form(self, now: float) -> list[Decision]:
         needed = self.needed
@@ -201,8 +204,12 @@ class KFamilyStrategy(RoundsStrategy):
         return self.counted == "batches" or not self.keeps_late_work or not self.outstanding
 
     def may_compute_more(self) -> bool:
-        """Counting mini-batches, nobody waits for the round; counting workers, one each."""
-        return self.counted == "batches"
+        """Counting mini-batches, nobody waits for the round; counting workers, one each.
+
+        A rank that could fill a round alone is held up by something else, and waits as well.
+        """
+        enough = max(self.world_size, self.gradients_per_round())
+        return self.counted == "batches" and self.outstanding < enough
 
 
 class KSyncStrategy(KFamilyStrategy):

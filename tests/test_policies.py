@@ -35,7 +35,7 @@ COUNTED = st.sampled_from(["workers", "batches"])
 class Crowd:
     """Workers that behave as real ones do, driven in any order by Hypothesis.
 
-    A worker computes at the version it has, announces, and advances to the newest version when told.
+    A worker computes at the version it has, announces, and advances to the newest when told.
     """
 
     def __init__(self, policy: RoundsPolicy, workers: int, *, several: bool) -> None:

@@ -37,7 +37,9 @@ def test_each_algorithm_is_registered_and_described(name: str) -> None:
         assert f"lightning_dsgd.{cls.__name__.lower()}" in registry
 
 
-@pytest.mark.parametrize("order", ["lightning_dsgd, pytorch_lightning", "lightning, lightning_dsgd"])
+@pytest.mark.parametrize(
+    "order", ["lightning_dsgd, pytorch_lightning", "lightning, lightning_dsgd"]
+)
 def test_any_import_order(order: str) -> None:
     copy = "pytorch_lightning" if "pytorch_lightning" in order else "lightning"
     code = (

@@ -26,8 +26,8 @@ _SLEEP_SHARE = 0.1
 """A wait sleeps a tenth of the time it has lasted: late by 10 %, and next to no wake-ups."""
 
 _CROWDED_CYCLE_MS = "12"
-"""All ranks' Horovod threads meet once per cycle (1 ms by default), busy or not: on a host with more
-ranks than cores that alone would cost an idle rank a third of a core."""
+"""All ranks' Horovod threads meet once per cycle (1 ms by default), busy or not: on a host with
+more ranks than cores that alone would cost an idle rank a third of a core."""
 
 
 _process_sets: dict[Edge, Any] = {}

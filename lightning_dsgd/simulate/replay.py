@@ -132,7 +132,10 @@ def recorded_cluster(trace: Trace) -> Cluster:
 
 
 def cancels(trace: Trace) -> bool:
-    """Whether late work was abandoned: else some late gradient would have come and been dropped."""
+    """Whether late work was abandoned: as the trace says, else by the absence of late arrivals."""
+    said = trace.header.options.get("cancel_late")
+    if said is not None:
+        return bool(said)
     return not any(isinstance(decision, Dropped) for _, decision in trace.decisions)
 
 
@@ -143,7 +146,7 @@ def predict(
     strategy = trace.header.strategy
     kind = _kind(trace)
     cancel = cancels(trace) if cancel_late is None else cancel_late
-    delay = trace.header.arguments.get("delay")
+    delay = trace.header.options.get("delay")
     how = behaviour(kind, cancel_late=cancel, delay=delay if isinstance(delay, int) else None)
     policy = make_policy(trace.header)
     result = run_policy(policy, recorded_cluster(trace), how, updates, seed=seed)
