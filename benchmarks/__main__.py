@@ -283,7 +283,7 @@ def prediction(repetitions: int, write: bool) -> None:
     text = table(["predicted / measured seconds per update", "median (range)"], rows)
     text += (
         "\n\nThe cluster is what a synchronous run recorded (compute times, exchange, overhead); "
-        f"200 updates are measured. All {decisions} recorded decisions came out the same when replayed."
+        f"200 updates are measured. All {decisions} decisions came out the same when replayed."
     )
     command = _command("prediction", repetitions)
     report("prediction", "Prediction of real runs", command, text, ratios, write=write)

@@ -1,7 +1,8 @@
 """Runs lists of cases through a launcher, and writes tables, spreads and reports.
 
 Machines are noisy, so rivals run in the same launch and figures are medians over launches with
-their spread. Lightning's DDP initialises torch's default group for good, so it comes last in its launch.
+their spread. Lightning's DDP initialises torch's default group for good, so it comes last in its
+launch.
 """
 
 from __future__ import annotations

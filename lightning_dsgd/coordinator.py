@@ -247,11 +247,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------------ time
 
-    def _nap_ms(self) -> float:
+    def _nap_ms(self) -> int:
         deadline = self.policy.deadline()
         if deadline is None:
             return _LONGEST_NAP_MS
-        return max(0.0, min(_LONGEST_NAP_MS, (deadline - self._now()) * 1000 + 0.5))
+        return int(max(0.0, min(_LONGEST_NAP_MS, (deadline - self._now()) * 1000 + 1.0)))
 
     def _look_at_the_clock(self) -> None:
         now = self._now()

@@ -82,7 +82,7 @@ def test_an_unknown_name_is_answered_with_the_choices() -> None:
         trainer_for("bakup_workers", devices=1)
     from lightning_dsgd.registry import load
 
-    with pytest.raises(dsgd.ConfigurationError, match="installed: .*backup_workers, cyclic_delay"):
+    with pytest.raises(dsgd.ConfigurationError, match=r"installed: .*backup_workers, cyclic_delay"):
         load("bakup_workers")
 
 

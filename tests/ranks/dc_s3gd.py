@@ -240,6 +240,7 @@ class _Trouble(pl.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if trainer.global_step == 5 and trainer.global_rank == 2:
+            (self.out / "trouble").touch()
             if self.kind == "killed":
                 os.kill(os.getpid(), 9)
             raise OSError("the disk is full")
