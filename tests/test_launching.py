@@ -41,8 +41,7 @@ def test_the_example_runs_as_documented(line: list[str]) -> None:
 
 
 FORMS = {
-    "yaml": [],
-    "arguments": ["--trainer.strategy.cancel_late=true"],
+    "yaml": ["--trainer.strategy.cancel_late=true"],
     "another class": ["--trainer.strategy=lightning_dsgd.KAsyncStrategy", "--trainer.strategy.k=1"],
     "dotted name alone": ["--trainer.strategy=lightning_dsgd.KSyncStrategy"],
     "registered name": ["--trainer.strategy=k_batch_async"],
