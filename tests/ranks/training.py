@@ -69,8 +69,8 @@ def share_of_slow_rank(out: Path) -> Result:
         )
         delays = dsgd.Stragglers()
         for rank in range(4):
-            delays.slow(rank, seconds=0.2 if rank == 3 else 0.02)
-        shares[cls.strategy_name] = train(strategy, delays=delays, max_steps=80)["tally"]
+            delays.slow(rank, seconds=0.4 if rank == 3 else 0.04)
+        shares[cls.strategy_name] = train(strategy, delays=delays, max_steps=140)["tally"]
     return shares
 
 
