@@ -36,6 +36,7 @@ from lightning_dsgd.protocol import (
     Held,
     Hello,
     Joined,
+    KChanged,
     Left,
     Message,
     Note,
@@ -197,6 +198,8 @@ class Coordinator:
                 self._waiting_since = now
             if isinstance(decision, Held):
                 self._warn(f"round {decision.number} waits: {decision.reason} (max_lag)")
+            elif isinstance(decision, KChanged):
+                self._warn(decision.reason)
             elif isinstance(decision, (Round, Passed)):
                 self._send_all("rounds", decision)
             else:

@@ -179,6 +179,7 @@ def round_of(
     token: int | None = None,
 ) -> Round:
     """The decision that makes one update of these contributions."""
+    losses = [part.loss for part in parts if part.loss is not None]
     return Round(
         number,
         tuple([part.worker for part in parts]),
@@ -188,4 +189,5 @@ def round_of(
         k,
         reason,
         token,
+        sum(losses) / len(losses) if losses else None,
     )

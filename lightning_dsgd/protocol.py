@@ -86,6 +86,8 @@ class Round(Message, frozen=True, tag=True):
     reason: str
     token: int | None = None
     """Whose turn is next, where there are turns."""
+    loss: float | None = None
+    """Mean training loss of its contributions, as their workers saw it."""
 
     def staleness(self) -> tuple[int, ...]:
         """Per contribution: how many updates the model was ahead of it."""

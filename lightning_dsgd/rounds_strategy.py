@@ -218,7 +218,9 @@ class RoundsStrategy(CollectiveStrategy):
         """The latest update in numbers, for loggers."""
         assert self.last_round is not None
         staleness = self.last_round.staleness()
+        loss = self.last_round.loss
         return {
+            **({} if loss is None else {"loss": loss}),
             "k": float(self.last_round.k),
             "workers": float(len(set(self.last_round.workers))),
             "batches": float(sum(self.last_round.batches)),
