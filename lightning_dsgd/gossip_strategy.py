@@ -15,7 +15,6 @@ from __future__ import annotations
 import abc
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn
 
@@ -25,15 +24,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
-from lightning_dsgd.control import Control
-from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.coordinated import CoordinatedStrategy
 from lightning_dsgd.data import RoundsLoader, local_length
-from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gossip import Counts, GossipExchange, SharedModel
 from lightning_dsgd.gradients import Flat, FlatLayout
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.protocol import Segment
-from lightning_dsgd.strategy import CollectiveStrategy
 from lightning_dsgd.worlds import Callback, LightningModule, Trainer
 
 Resync = Literal["never", "epoch"]
@@ -86,7 +83,7 @@ class GossipTally:
         return "\n".join(lines)
 
 
-class GossipStrategy(CollectiveStrategy):
+class GossipStrategy(CoordinatedStrategy):
     """Base of strategies on the gossip exchange."""
 
     def __init__(
@@ -113,8 +110,6 @@ class GossipStrategy(CollectiveStrategy):
         self.gradients_per_epoch = gradients_per_epoch
         self.tally: GossipTally | None = None
         """As of the last segment's end; kept after training."""
-        self._coordinator: Coordinator | None = None
-        self._control: Control | None = None
         self._exchange: GossipExchange | None = None
         self._in_epoch = False
         self._stepping = False
@@ -162,27 +157,18 @@ class GossipStrategy(CollectiveStrategy):
         own = layout.zeros()
         for parameter, view in layout.views(own):
             view.copy_(parameter.detach())
-        ticket = None
-        address = self.control_address()
-        if self.is_global_zero:
-            self._coordinator = Coordinator(
-                self.make_policy(), self.world_size, address, timeout=self.timeout
-            )
-            self._coordinator.start()
-            ticket = self._coordinator.ticket
-        ticket = self._main.broadcast_object(ticket)
-        self._control = Control(ticket, self.global_rank, self.alarm)
+        control = self.connect_control(self.make_policy() if self.is_global_zero else None)
         self._exchange = GossipExchange(
             self.global_rank,
             self._backend.pairs(),
-            self._control,
+            control,
             SharedModel(own),
             layout.zeros,
             self.alarm,
             active=self.is_active(),
             timeout=self.timeout,
         )
-        self._control.await_welcome()
+        control.await_welcome()
 
     def _batches_per_epoch(self, trainer: Trainer) -> int:
         """All ranks' batches of one pass over the data."""
@@ -191,38 +177,11 @@ class GossipStrategy(CollectiveStrategy):
             return int(self.gradients_per_epoch * trainer.accumulate_grad_batches)
         return sum(self._main.gather_objects(int(trainer.fit_loop.max_batches)))
 
-    def finish_gossip(self) -> None:
-        """After the last epoch: say goodbye together, then end the threads."""
-        if self._control is None:
-            return
-        assert self._main is not None
-        self._main.barrier()
-        self._control.leave()
-        self._main.barrier()
-        self._close_gossip()
-
-    def on_exception(self, exception: BaseException) -> None:
-        if self._control is not None:
-            ours = not isinstance(exception, RunError)
-            self._control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
-            if self.is_global_zero:
-                time.sleep(0.3)  # the coordinator's word must be out before its port closes
-        super().on_exception(exception)
-        if self._control is not None:
-            # the communication thread must leave its exchange before its socket is closed
-            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
-            self._close_gossip()
-
-    def _close_gossip(self) -> None:
-        exchange, control, coordinator = self._exchange, self._control, self._coordinator
-        self._exchange = self._control = self._coordinator = None
+    def close_exchange(self) -> None:
+        exchange, self._exchange = self._exchange, None
         self._in_epoch = False
         if exchange is not None:
             exchange.close()
-        if control is not None:
-            control.close()
-        if coordinator is not None:
-            coordinator.stop()
 
     # --------------------------------------------------------------------------- data
 
@@ -451,7 +410,7 @@ class GossipMonitor(Callback):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).finish_gossip()
+        _strategy(trainer).finish()
 
 
 def _strategy(trainer: Trainer) -> GossipStrategy:

@@ -47,7 +47,7 @@ class RoundsMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = _strategy(trainer)
         strategy.average_buffers()
-        strategy.finish_rounds()
+        strategy.finish()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

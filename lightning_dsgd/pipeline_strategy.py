@@ -18,7 +18,6 @@ end.
 from __future__ import annotations
 
 import abc
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,23 +27,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
-from lightning_dsgd.control import Control
-from lightning_dsgd.coordinator import Coordinator
-from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.coordinated import CoordinatedStrategy
+from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gradients import FlatLayout
 from lightning_dsgd.monitor import CHECKPOINT_KEY
 from lightning_dsgd.pipeline import WIRES, Pipeline, Wire
 from lightning_dsgd.points import Points
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Segment
-from lightning_dsgd.strategy import CollectiveStrategy
 from lightning_dsgd.tally import Tally
 from lightning_dsgd.worlds import Callback, LightningModule, Trainer
 
 _NO_END = 2**62
 
 
-class PipelineStrategy(CollectiveStrategy):
+class PipelineStrategy(CoordinatedStrategy):
     """Base of strategies that exchange steps behind the next gradient."""
 
     def __init__(
@@ -61,8 +58,6 @@ class PipelineStrategy(CollectiveStrategy):
         self.wire: Wire = wire
         self.tally: Tally | None = None
         """Rank 0's count of who took how long; kept after training."""
-        self._coordinator: Coordinator | None = None
-        self._control: Control | None = None
         self._pipeline: Pipeline | None = None
         self._points: Points | None = None
         self._stepping = False
@@ -121,23 +116,15 @@ class PipelineStrategy(CollectiveStrategy):
         assert self._backend is not None and self._main is not None
         self._check_lengths(trainer.num_training_batches)
         self._points, self._moved, self._logged = None, None, (0.0, 0.0)
-        address = self.control_address()
-        ticket = None
-        if self.is_global_zero:
-            policy = self.make_policy()
-            self._coordinator = Coordinator(
-                policy, self.world_size, address, timeout=self.timeout, warn=_warn
-            )
+        control = self.connect_control(self.make_policy() if self.is_global_zero else None)
+        if self._coordinator is not None:
             self.tally = self._coordinator.tally
-            self._coordinator.start()
-            ticket = self._coordinator.ticket
-        self._control = Control(self._main.broadcast_object(ticket), self.global_rank, self.alarm)
-        self._control.await_welcome()
+        control.await_welcome()
         if self.is_global_zero:
-            self._control.announce(Segment(_NO_END))
+            control.announce(Segment(_NO_END))
         self._pipeline = Pipeline(
             self._backend.channel("pipeline"),
-            self._control,
+            control,
             wire=self.wire,
             version=trainer.global_step,
         )
@@ -154,38 +141,11 @@ class PipelineStrategy(CollectiveStrategy):
                 "that deals them out evenly, or limit_train_batches"
             )
 
-    def finish_pipeline(self) -> None:
-        """After the last step and a drain: say goodbye together, then end the threads."""
-        if self._control is None:
-            return
-        assert self._main is not None
-        self._main.barrier()
-        self._control.leave()
-        self._main.barrier()
-        self._close_pipeline()
-
-    def on_exception(self, exception: BaseException) -> None:
-        control = self._control
-        if control is not None:
-            ours = not isinstance(exception, RunError)
-            control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
-            if self.is_global_zero:
-                time.sleep(0.3)  # the coordinator's word must be out before its port closes
-        super().on_exception(exception)
-        if control is not None:
-            # the communication thread must leave its collective before its socket is closed
-            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
-            self._close_pipeline()
-
-    def _close_pipeline(self) -> None:
-        pipeline, control, coordinator = self._pipeline, self._control, self._coordinator
-        self._pipeline = self._control = self._coordinator = self._points = None
+    def close_exchange(self) -> None:
+        pipeline = self._pipeline
+        self._pipeline = self._points = None
         if pipeline is not None:
             pipeline.close()
-        if control is not None:
-            control.close()
-        if coordinator is not None:
-            coordinator.stop()
 
     # ---------------------------------------------------------------------- one step
 
@@ -316,7 +276,7 @@ class PipelineMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = _strategy(trainer)
         strategy.drain()
-        strategy.finish_pipeline()
+        strategy.finish()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

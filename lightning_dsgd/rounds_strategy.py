@@ -28,16 +28,15 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.control import Control
-from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.coordinated import CoordinatedStrategy
 from lightning_dsgd.damping import Damping, DistanceDamping, scale_of
 from lightning_dsgd.data import RoundsLoader, agreed_length, local_length
-from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool
 from lightning_dsgd.monitor import CHECKPOINT_KEY, RoundsMonitor
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Applied, Contribution, Round, Segment
 from lightning_dsgd.rounds import RoundsExchange, Update
-from lightning_dsgd.strategy import CollectiveStrategy
 from lightning_dsgd.tally import Tally
 from lightning_dsgd.trace import Header, TraceWriter
 from lightning_dsgd.worlds import Trainer
@@ -50,7 +49,7 @@ class Overtaken(Exception):
     """Raised inside a backward pass whose gradient has become useless."""
 
 
-class RoundsStrategy(CollectiveStrategy):
+class RoundsStrategy(CoordinatedStrategy):
     """Base of every strategy on the rounds exchange."""
 
     damping: Damping = "none"
@@ -83,8 +82,6 @@ class RoundsStrategy(CollectiveStrategy):
         self.idle_seconds = 0.0
         """Time this rank's training thread has waited for updates; kept after training."""
         self.policy_state: dict[str, Any] = {}
-        self._coordinator: Coordinator | None = None
-        self._control: Control | None = None
         self._exchange: RoundsExchange | None = None
         self._loader: RoundsLoader | None = None
         self._replaying = False
@@ -188,25 +185,18 @@ class RoundsStrategy(CollectiveStrategy):
         self._applied_flat: list[Tensor] | None = None
         self._distance = self._make_distance_damping(layout)
         self._hooks = self._install_cancel_hooks(layout) if self.cancel_late else []
-        address = self.control_address()
         self.policy_state = self._main.broadcast_object(self.policy_state)
-        ticket = None
-        if self.is_global_zero:
-            self._coordinator = self._make_coordinator(address, layout.nbytes)
-            self._coordinator.start()
-            ticket = self._coordinator.ticket
-        ticket = self._main.broadcast_object(ticket)
-        self._control = Control(ticket, self.global_rank, self.alarm)
+        control = self._connect_coordinator(layout.nbytes)
         self._exchange = RoundsExchange(
             self._backend.channel("rounds"),
-            self._control,
+            control,
             self._pool,
             scale=scale_of(self.damping),
             divide=self.divide_by_batches,
             version=self.version,
             token=self.initial_token(self.policy_state),
         )
-        self._control.await_welcome()
+        control.await_welcome()
 
     def _make_distance_damping(self, layout: FlatLayout) -> DistanceDamping | None:
         if self.damping != "distance":
@@ -227,66 +217,42 @@ class RoundsStrategy(CollectiveStrategy):
             "staleness": sum(staleness) / len(staleness),
         }
 
-    def _make_coordinator(self, address: str, nbytes: int) -> Coordinator:
+    def _connect_coordinator(self, nbytes: int) -> Control:
+        if not self.is_global_zero:
+            return self.connect_control(None)
         arguments = self.policy_arguments()
         policy = self.make_policy(arguments)
         if self.policy_state:
             policy.restore(self.policy_state)
-        writer = None
-        if self.trace is not None:
-            kind = type(policy)
-            writer = TraceWriter(
-                self.trace,
-                Header(
-                    policy=f"{kind.__module__}:{kind.__qualname__}",
-                    arguments=arguments,
-                    strategy=self.strategy_name,
-                    workers=self.world_size,
-                    bytes=nbytes,
-                    start=policy.version,
-                    state=dict(self.policy_state),
-                    options=self.worker_options(),
-                ),
-            )
-        coordinator = Coordinator(
-            policy, self.world_size, address, timeout=self.timeout, trace=writer, warn=_warn
+        control = self.connect_control(policy, self._trace_writer(policy, arguments, nbytes))
+        assert self._coordinator is not None
+        self.tally = self._coordinator.tally
+        return control
+
+    def _trace_writer(
+        self, policy: RoundsPolicy, arguments: dict[str, Any], nbytes: int
+    ) -> TraceWriter | None:
+        if self.trace is None:
+            return None
+        kind = type(policy)
+        header = Header(
+            policy=f"{kind.__module__}:{kind.__qualname__}",
+            arguments=arguments,
+            strategy=self.strategy_name,
+            workers=self.world_size,
+            bytes=nbytes,
+            start=policy.version,
+            state=dict(self.policy_state),
+            options=self.worker_options(),
         )
-        self.tally = coordinator.tally
-        return coordinator
+        return TraceWriter(self.trace, header)
 
-    def finish_rounds(self) -> None:
-        """After the last update: say goodbye together, then end the threads."""
-        if self._control is None:
-            return
-        assert self._main is not None
-        self._main.barrier()
-        self._control.leave()
-        self._main.barrier()
-        self._close_rounds()
-
-    def on_exception(self, exception: BaseException) -> None:
-        if self._control is not None:
-            ours = not isinstance(exception, RunError)
-            self._control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
-            if self.is_global_zero:
-                time.sleep(0.3)  # the coordinator's word must be out before its port closes
-        super().on_exception(exception)
-        if self._control is not None:
-            # the communication thread must leave its collective before its socket is closed
-            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
-            self._close_rounds()
-
-    def _close_rounds(self) -> None:
-        exchange, control, coordinator = self._exchange, self._control, self._coordinator
-        self._exchange = self._control = self._coordinator = None
+    def close_exchange(self) -> None:
+        self.policy_state = self.snapshot_policy()
+        exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
             self.idle_seconds = exchange.waited
-        if control is not None:
-            control.close()
-        if coordinator is not None:
-            self.policy_state = coordinator.policy.state()
-            coordinator.stop()
         for hook in getattr(self, "_hooks", []):
             hook.remove()
 
@@ -520,7 +486,3 @@ class RoundsStrategy(CollectiveStrategy):
             self._exchange.overtaken.wait(seconds)
         else:
             time.sleep(seconds)
-
-
-def _warn(text: str) -> None:
-    print(f"lightning-dsgd: {text}", flush=True)

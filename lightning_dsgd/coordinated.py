@@ -1,0 +1,83 @@
+"""The shell of strategies whose ranks are joined by the control plane while they train.
+
+It opens the control plane, says goodbye at the end, and after an error sees to it that the others
+learn why and that no thread is left. What is exchanged meanwhile is the subclass's business.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+
+from lightning_dsgd.backends import BackendName
+from lightning_dsgd.control import Control
+from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.errors import RunError
+from lightning_dsgd.policy import Policy
+from lightning_dsgd.strategy import CollectiveStrategy
+from lightning_dsgd.trace import TraceWriter
+
+_LAST_WORD_SECONDS = 0.3
+"""What the coordinator's last message needs to leave before its port closes."""
+
+
+class CoordinatedStrategy(CollectiveStrategy):
+    """Base of all three exchanges' strategies."""
+
+    def __init__(self, *, backend: BackendName = "auto", timeout: float = 300.0) -> None:
+        super().__init__(backend=backend, timeout=timeout)
+        self._coordinator: Coordinator | None = None
+        self._control: Control | None = None
+
+    @abc.abstractmethod
+    def close_exchange(self) -> None:
+        """End the exchange's thread, if it runs; no operation is under way any more."""
+
+    def connect_control(self, policy: Policy | None, trace: TraceWriter | None = None) -> Control:
+        """Join the control plane; collective. Rank 0 brings the policy, the others None."""
+        assert self._main is not None
+        address, ticket = self.control_address(), None
+        if policy is not None:
+            self._coordinator = Coordinator(
+                policy, self.world_size, address, timeout=self.timeout, trace=trace, warn=_say
+            )
+            self._coordinator.start()
+            ticket = self._coordinator.ticket
+        self._control = Control(self._main.broadcast_object(ticket), self.global_rank, self.alarm)
+        return self._control
+
+    def finish(self) -> None:
+        """After the last update: say goodbye together, then end the threads."""
+        if self._control is None:
+            return
+        assert self._main is not None
+        self._main.barrier()
+        self._control.leave()
+        self._main.barrier()
+        self._disconnect()
+
+    def on_exception(self, exception: BaseException) -> None:
+        control = self._control
+        if control is not None:
+            ours = not isinstance(exception, RunError)
+            control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
+            if self.is_global_zero:
+                time.sleep(_LAST_WORD_SECONDS)
+        super().on_exception(exception)
+        if control is not None:
+            # the communication thread must leave its collective before its socket is closed
+            self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        self.close_exchange()
+        control, coordinator = self._control, self._coordinator
+        self._control = self._coordinator = None
+        if control is not None:
+            control.close()
+        if coordinator is not None:
+            coordinator.stop()
+
+
+def _say(text: str) -> None:
+    print(f"lightning-dsgd: {text}", flush=True)
