@@ -332,7 +332,17 @@ class RoundsStrategy(CoordinatedStrategy):
         if self._idle:
             return torch.zeros((), requires_grad=True)
         self._call_minibatch_start()
-        return super().training_step(*args, **kwargs)
+        return self._checked(super().training_step(*args, **kwargs))
+
+    @staticmethod
+    def _checked(output: Any) -> Any:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if loss is None:
+            raise ConfigurationError(
+                "training_step returned no loss; a rank that skips a batch would leave the others "
+                "waiting for its gradient: return a loss of zero instead"
+            )
+        return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -432,7 +442,7 @@ class RoundsStrategy(CoordinatedStrategy):
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         arguments = (batch, trainer.fit_loop.epoch_loop.batch_idx) if takes_index else (batch,)
         with torch.enable_grad():
-            output = super().training_step(*arguments)
+            output = self._checked(super().training_step(*arguments))
         module._current_fx_name = before
         return output
 
@@ -455,7 +465,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self._gradients.attach(update.gradient)
         self.last_round = update.round
         self._fresh = True
-        if self._replaying and update.round.number % max(1, self.max_lag // 4) == 0:
+        if update.round.number % max(1, self.max_lag // 4) == 0:
             assert self._control is not None
             self._control.announce(Applied(self.global_rank, update.round.number))
 

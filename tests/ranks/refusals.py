@@ -63,6 +63,14 @@ def several_loaders(out: Path) -> None:
     _fit("backup_workers", data=[loader(), loader()])
 
 
+def skipped_batch(out: Path) -> None:
+    class Skips(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    _fit("backup_workers", Skips())
+
+
 def half_precision(out: Path) -> None:
     class Scaled:
         scaler = torch.amp.GradScaler("cpu")
@@ -83,4 +91,5 @@ EXPECTED = {
     "no_length": "rounds_per_epoch",
     "several_loaders": "one dataloader",
     "half_precision": "bf16-mixed",
+    "skipped_batch": "no loss",
 }
