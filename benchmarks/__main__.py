@@ -121,10 +121,6 @@ CONTENDERS: dict[str, Case] = {
     "k_async, k=2": {"strategy": "k_async", "arguments": {"k": 2}},
     "k_batch_async, k=2": {"strategy": "k_batch_async", "arguments": {"k": 2}},
     "adasync, k_sync": {"strategy": "adasync", "arguments": {"k0": 1, "interval": 0.5}},
-    "adasync, k_batch_async": {
-        "strategy": "adasync",
-        "arguments": {"variant": "k_batch_async", "k0": 1, "interval": 0.5},
-    },
     "cyclic_delay, mean": {"strategy": "cyclic_delay"},
     "cyclic_delay, delay=2": {"strategy": "cyclic_delay", "arguments": {"delay": 2}},
 }
@@ -137,7 +133,7 @@ def accuracy(repetitions: int, write: bool) -> None:
         "widths": [128],
         "batch": 32,
         "lr": 0.1,
-        "gradients": 3200,
+        "gradients": 2400,
         "evaluate": True,
         "stragglers": [{"kind": "exponential", "mean": 0.002}],
     }
