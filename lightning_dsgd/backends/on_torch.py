@@ -6,9 +6,11 @@ every batch and so tie all ranks to rank 0's pace.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +23,7 @@ from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import Backend, Channel, Edge
 
 _JOBS = itertools.count()
+_backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 _abandoned: list[object] = []
 """Groups with an operation that never ended: their destructor would wait for it."""
 
@@ -46,6 +49,8 @@ class TorchBackend(Backend):
         store = _store(address, port, rank, world_size, timeout)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
         self._groups: list[Any] = []
+        self._channels: list[TorchChannel] = []
+        _backends.add(self)
         self._opened = 0
 
     def channel(self, name: str) -> Channel:
@@ -68,7 +73,16 @@ class TorchBackend(Backend):
         else:
             group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=self.timeout))
         self._groups.append(group)
-        return TorchChannel(name, group, self)
+        channel = TorchChannel(name, group, self)
+        self._channels.append(channel)
+        return channel
+
+    def close(self) -> None:
+        """End the groups' own threads, unless an operation is under way."""
+        if not any(channel.busy for channel in self._channels):
+            self._groups.clear()
+            for channel in self._channels:
+                channel.group = None
 
     def abandon(self) -> None:
         _abandoned.extend(self._groups)
@@ -80,6 +94,8 @@ class TorchChannel(Channel):
     def __init__(self, name: str, group: Any, backend: TorchBackend) -> None:
         super().__init__(name, backend.rank, backend.world_size, backend.alarm, backend.timeout)
         self.group = group
+        self.busy = False
+        """An operation has been started and has not ended."""
         self.stream = torch.cuda.Stream() if backend._on_gpu else None
 
     def sum_(self, tensor: Tensor) -> None:
@@ -117,9 +133,11 @@ class TorchChannel(Channel):
 
         work.get_future().add_done_callback(end)
         self.alarm.listen(woken.set)
+        self.busy = True
         woken.wait(self.timeout)
         self.alarm.forget(woken.set)
         if ended.is_set():
+            self.busy = False
             work.wait()  # done in a moment, if not already: raises what went wrong
             return
         _abandoned.append(work)
@@ -143,3 +161,19 @@ def _store(address: str, port: int, rank: int, world_size: int, timeout: float) 
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt-{attempt}", store)
+
+
+@atexit.register
+def _close_all() -> None:
+    """While the interpreter still lives: a group's thread that outlives it aborts the process."""
+    for backend in list(_backends):
+        backend.close()
+
+
+def _keep_in_child() -> None:
+    """A forked child, such as a DataLoader's worker, has the groups but not their threads: a group
+    that its garbage collector destroyed would wait for them."""
+    _abandoned.extend(_backends)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
