@@ -39,7 +39,7 @@ class CoordinatedStrategy(CollectiveStrategy):
         address, ticket = self.control_address(), None
         if policy is not None:
             self._coordinator = Coordinator(
-                policy, self.world_size, address, timeout=self.timeout, trace=trace, warn=_say
+                policy, self.world_size, address, timeout=self.timeout, trace=trace, warn=say
             )
             self._coordinator.start()
             ticket = self._coordinator.ticket
@@ -79,5 +79,6 @@ class CoordinatedStrategy(CollectiveStrategy):
             coordinator.stop()
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line for the user, from whichever thread."""
     print(f"lightning-dsgd: {text}", flush=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
-from lightning_dsgd.coordinated import CoordinatedStrategy
+from lightning_dsgd.coordinated import CoordinatedStrategy, say
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gradients import FlatLayout
 from lightning_dsgd.monitor import CHECKPOINT_KEY
@@ -231,7 +231,7 @@ class PipelineStrategy(CoordinatedStrategy):
         if len(states) == self.world_size:
             checkpoint["optimizer_states"] = [states[self.global_rank]]
         elif states and self.is_global_zero:
-            _warn(
+            say(
                 f"the checkpoint is from {len(states)} ranks and this run has {self.world_size}: "
                 "every rank starts with rank 0's optimizer state"
             )
@@ -296,7 +296,3 @@ def _strategy(trainer: Trainer) -> PipelineStrategy:
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
-
-
-def _warn(text: str) -> None:
-    print(f"lightning-dsgd: {text}", flush=True)
