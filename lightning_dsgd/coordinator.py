@@ -1,11 +1,9 @@
-"""Rank 0's coordinator: one thread that feeds announcements to the policy and sends out its
-decisions.
+"""Rank 0's coordinator: a thread that feeds announcements to the policy and sends its decisions.
 
 The thread `dsgd-coordinator` owns the ROUTER socket, its monitor, the policy, the tally and the
 trace; nobody else touches them while it runs. Every rank has three sockets here, one per thread of
-its
-own: `main` (announces), `rounds` (receives decisions) and `life` (receives the end of the run; its
-connection is the rank's sign of life).
+its own: `main` (announces), `rounds` (receives decisions) and `life` (receives the end of the run;
+its connection is the rank's sign of life).
 
 The port is closed to strangers: CURVE encrypts, the server's key travels over the collective
 backend only, and what does not speak it is dropped and counted.

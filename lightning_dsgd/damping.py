@@ -2,10 +2,9 @@
 
 - `inverse`: a gradient that is τ updates old counts 1/(1 + τ).
 - `distance`: the rule of Dutta et al., a learning rate of min(C/‖w_j - w_τ‖², η_max) for an update
-at
-  w_j made of gradients computed at w_τ; η_max is the optimizer's own rate. An update has one rate,
-  so the farthest of its gradients sets it. Every replica keeps the last versions and computes it
-  alike.
+  at w_j made of gradients computed at w_τ; η_max is the optimizer's own rate. An update has one
+  rate, so the farthest of its gradients sets it. Every replica keeps the last versions and
+  computes it alike.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Pipeline:
         rank, number = self._channel.rank, self._number
         self._number += 1
         self._control.announce(
-            Contribution(rank, number + 1, number, seconds=seconds, exchange=self._last_seconds)
+            Contribution(rank, number + 1, number, seconds=(seconds,), exchange=self._last_seconds)
         )
 
     def _encoded(self, flat: Flat) -> Flat:

@@ -25,8 +25,8 @@ class Contribution(Message, frozen=True, tag=True):
     """Version of the parameters it was computed at (the oldest, if it sums several)."""
     batches: int = 1
     loss: float | None = None
-    seconds: float = 0.0
-    """Time spent computing it."""
+    seconds: tuple[float, ...] = ()
+    """Time spent computing, by mini-batch."""
     exchange: float = 0.0
     """Duration of the last collective this worker took part in."""
 
@@ -36,6 +36,8 @@ class Applied(Message, frozen=True, tag=True):
 
     worker: int
     version: int
+    cancelled: int = 0
+    """Gradients it has begun and given up, so far."""
 
 
 class Segment(Message, frozen=True, tag=True):

@@ -4,11 +4,9 @@ So `global_step`, schedules, callbacks, limits and epochs follow the version, on
 
 - An iteration usually computes a gradient, contributes it, and ends with the next update.
 - A rank that has missed updates *replays*: its iteration takes no batch, computes nothing, and
-hands
-  the optimizer the gradient that the others have agreed on.
+  hands the optimizer the gradient that the others have agreed on.
 - Where the algorithm lets a worker give several gradients to one update, the further mini-batches
-are
-  computed inside the same iteration.
+  are computed inside the same iteration.
 
 An algorithm says, in a few short methods, when a gradient is published and when more are computed.
 """
@@ -181,7 +179,9 @@ class RoundsStrategy(CoordinatedStrategy):
         self._pool = FlatPool(layout)
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
-        self._computed_seconds = 0.0
+        self._cancelled = 0
+        self._computing_seconds = 0.0
+        self._computed_seconds: tuple[float, ...] = ()
         self._applied_flat: list[Tensor] | None = None
         self._distance = self._make_distance_damping(layout)
         self._hooks = self._install_cancel_hooks(layout) if self.cancel_late else []
@@ -361,7 +361,8 @@ class RoundsStrategy(CoordinatedStrategy):
             super().backward(loss, optimizer, *rest, **kw)
         except Overtaken:
             self._abandon = True
-        self._computed_seconds += time.monotonic() - self._began
+            self._cancelled += 1
+        self._computing_seconds += time.monotonic() - self._began
 
     def _end_turn(self, loss: float) -> None:
         """Contribute, go on computing while the algorithm wants it, and take the next update."""
@@ -374,7 +375,7 @@ class RoundsStrategy(CoordinatedStrategy):
         if self._abandon:  # half a gradient: nothing to keep
             for buffer in self._accumulated:
                 buffer.zero_()
-            self._computed_seconds = 0.0
+            self._computing_seconds = 0.0
         while self._accumulated_batches and not exchange.decided:
             if self.should_publish():
                 self._publish()
@@ -386,6 +387,8 @@ class RoundsStrategy(CoordinatedStrategy):
         if self._accumulated_batches == 0:
             self._oldest = self._computed_at
         self._accumulated_batches += 1
+        self._computed_seconds += (self._computing_seconds,)
+        self._computing_seconds = 0.0
         self._loss = loss * self._loss_scale()
         if self.should_publish():
             self._publish()
@@ -408,7 +411,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self._exchange.publish(self._accumulated, contribution)
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
-        self._computed_seconds = 0.0
+        self._computed_seconds = ()
 
     def _extra_minibatch(self) -> None:
         """One more gradient within the same iteration, as Lightning would compute it."""
@@ -465,9 +468,10 @@ class RoundsStrategy(CoordinatedStrategy):
         self._gradients.attach(update.gradient)
         self.last_round = update.round
         self._fresh = True
-        if update.round.number % max(1, self.max_lag // 4) == 0:
+        number = update.round.number
+        if number % max(1, self.max_lag // 4) == 0 or number == self.segment_last:
             assert self._control is not None
-            self._control.announce(Applied(self.global_rank, update.round.number))
+            self._control.announce(Applied(self.global_rank, number, self._cancelled))
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any

@@ -6,13 +6,24 @@ from typing import Any
 
 import msgspec
 
-from lightning_dsgd.protocol import Contribution, Decision, Dropped, Event, Held, Passed, Round
+from lightning_dsgd.protocol import (
+    Applied,
+    Contribution,
+    Decision,
+    Dropped,
+    Event,
+    Held,
+    Passed,
+    Round,
+)
 
 
 class WorkerTally(msgspec.Struct):
     """One worker's share of the run."""
 
     contributions: int = 0
+    computed: int = 0
+    cancelled: int = 0
     used: int = 0
     batches: int = 0
     dropped: int = 0
@@ -24,8 +35,8 @@ class WorkerTally(msgspec.Struct):
 
     @property
     def mean_seconds(self) -> float:
-        """Mean time this worker took for a contribution."""
-        return self.seconds / self.contributions if self.contributions else float("nan")
+        """Mean time this worker took for a mini-batch that it finished."""
+        return self.seconds / self.computed if self.computed else float("nan")
 
     @property
     def mean_staleness(self) -> float:
@@ -47,7 +58,11 @@ class Tally:
         if isinstance(event, Contribution):
             worker = self.workers[event.worker]
             worker.contributions += 1
-            worker.seconds += event.seconds
+            worker.computed += len(event.seconds)
+            worker.seconds += sum(event.seconds)
+        elif isinstance(event, Applied):
+            worker = self.workers[event.worker]
+            worker.cancelled = max(worker.cancelled, event.cancelled)
 
     def decision(self, decision: Decision) -> None:
         """Count what was decided."""
@@ -81,12 +96,14 @@ class Tally:
     def table(self) -> str:
         """The run at a glance: who was slow, whose work was used."""
         head = (
-            f"{'rank':>4}  {'s/gradient':>10}  {'used':>6}  {'dropped':>7}  {'mini-batches':>12}  "
+            f"{'rank':>4}  {'s/gradient':>10}  {'used':>6}  {'dropped':>7}  {'cancelled':>9}  "
+            f"{'mini-batches':>12}  {'mean staleness':>14}"
         )
-        lines = [f"{self.rounds} updates", head + f"{'mean staleness':>14}"]
+        lines = [f"{self.rounds} updates", head]
         for rank, worker in enumerate(self.workers):
             lines.append(
                 f"{rank:>4}  {worker.mean_seconds:>10.4f}  {worker.used:>6}  {worker.dropped:>7}  "
+                f"{worker.cancelled:>9}  "
                 f"{worker.batches:>12}  {worker.mean_staleness:>14.2f}"
             )
         return "\n".join(lines)

@@ -79,6 +79,13 @@ def test_synchronous_rounds_hold_k_fresh_gradients_of_different_workers(trained:
             assert set(round_.staleness()) == {0}
 
 
+def test_what_late_workers_gave_up_is_counted(trained: Path) -> None:
+    """Each rank counts its own and tells; only where late work is cancelled is there any."""
+    for name, some in (("backups_1", False), ("backups_1_cancel", True), ("k_async", False)):
+        tally = results(trained, name)[0]["tally"]
+        assert any(worker["cancelled"] for worker in tally["workers"]) == some, name
+
+
 def test_batch_variants_hold_k_mini_batches(trained: Path) -> None:
     for name, k in (("k_batch_sync", 4), ("k_batch_async", 3)):
         assert {len(r.seqs) for r in results(trained, name)[0]["rounds"]} == {k}

@@ -418,7 +418,7 @@ def _arguments(strategy: str, k: int | None, workers: int) -> dict[str, object]:
     return arguments
 
 
-RECORDED = [*((variant, 2) for variant in VARIANTS), ("adasync", 4), ("cyclic_delay", None)]
+RECORDED = [*((variant, 2) for variant in VARIANTS), ("adasync", 1), ("cyclic_delay", None)]
 
 
 @pytest.mark.parametrize(("strategy", "k"), RECORDED)
@@ -461,6 +461,7 @@ def test_a_trace_gives_each_rank_its_own_times(tmp_path: Path) -> None:
     assert model.for_rank(3).mean == pytest.approx(1.0), "never seen: ten times the slowest"
     found = recorded_cluster(trace)
     assert found.exchange("all_reduce") == pytest.approx(0.02) and found.workers == 4
+    assert found.exchange("broadcast") == pytest.approx(0.01), "half of a reduction and a broadcast"
 
 
 def test_a_trace_without_times_or_updates_says_so(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class SortedArrivals:
         start = self._now + self.cluster.control
         exchange = self._exchange
         for count, (rank, took) in enumerate(zip(ranks, seconds, strict=True), start=1):
-            event = Contribution(rank, version, version, 1, None, took, exchange)
+            event = Contribution(rank, version, version, 1, None, (took,), exchange)
             decisions = handle(event, start + took)
             if decisions:
                 self._now = start + took

@@ -206,12 +206,6 @@ def _stragglers(rules: object) -> Stragglers | None:
     return Stragglers(rules)
 
 
-def measured_network(seconds: float) -> Network:
-    """Every exchange takes what the exchanges of a recorded run took."""
-    link = Link(latency=seconds)
-    return Network(link, link, link)
-
-
 def constant_cluster(workers: int, seconds: float) -> Cluster:
     """Equal workers, free communication: the simplest thing to compare with."""
     return Cluster(workers, Constant(seconds))

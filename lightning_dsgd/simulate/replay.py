@@ -6,13 +6,15 @@ takes on workers as fast as the recorded ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from lightning_dsgd.distributions import ComputeTime, Empirical, PerRank
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.protocol import Contribution, Decision, Dropped, Round
-from lightning_dsgd.simulate.cluster import Cluster, measured_network
+from lightning_dsgd.simulate.cluster import Cluster, Link, Network
+from lightning_dsgd.simulate.learning import Vector
 from lightning_dsgd.simulate.result import Result
 from lightning_dsgd.simulate.strategies import behaviour, run_policy
 from lightning_dsgd.trace import Trace, TraceError, make_policy
@@ -61,15 +63,13 @@ def compute_times(trace: Trace) -> PerRank:
     """
     by_rank: dict[int, list[float]] = {}
     for contribution in _contributions(trace):
-        if contribution.seconds > 0.0:
-            per_batch = contribution.seconds / contribution.batches
-            by_rank.setdefault(contribution.worker, []).append(per_batch)
-    if not by_rank:
+        by_rank.setdefault(contribution.worker, []).extend(contribution.seconds)
+    if not any(by_rank.values()):
         raise TraceError("the trace holds no compute times; was it recorded by an older version?")
     everything = Empirical(tuple(second for times in by_rank.values() for second in times))
     unseen = Empirical((NEVER_SEEN * max(everything.seconds),))
     models: dict[int, ComputeTime] = {
-        rank: Empirical(tuple(by_rank[rank])) if rank in by_rank else unseen
+        rank: Empirical(tuple(by_rank[rank])) if by_rank.get(rank) else unseen
         for rank in range(trace.header.workers)
     }
     return PerRank(everything, models=models)
@@ -96,9 +96,21 @@ def overhead_time(trace: Trace) -> float:
             continue
         began = max(there.get(event.version, -1.0), before.get(event.worker, -1.0))
         if event.version in there and began >= 0.0 and event.batches == 1:
-            gaps.append(max(0.0, now - event.seconds - began))
+            gaps.append(max(0.0, now - sum(event.seconds) - began))
         before[event.worker] = now
     return median(gaps) if gaps else 0.0
+
+
+def _network(trace: Trace) -> Network:
+    """What the run's exchanges took, whichever kind they were; the other kind is derived.
+
+    An all-reduce is a reduction and a broadcast, so a broadcast takes half of it.
+    """
+    rounds = [decision for _, decision in trace.decisions if isinstance(decision, Round)]
+    alone = sum(len(set(decision.workers)) == 1 for decision in rounds)
+    seconds = exchange_time(trace)
+    broadcast = seconds if 2 * alone > len(rounds) else seconds / 2
+    return Network(Link(2 * broadcast), Link(broadcast), Link(broadcast))
 
 
 def _arrivals(trace: Trace) -> dict[int, float]:
@@ -126,7 +138,7 @@ def recorded_cluster(trace: Trace) -> Cluster:
     return Cluster(
         workers=trace.header.workers,
         compute=compute_times(trace),
-        network=measured_network(exchange_time(trace)),
+        network=_network(trace),
         overhead=overhead_time(trace),
     )
 
@@ -139,17 +151,66 @@ def cancels(trace: Trace) -> bool:
     return not any(isinstance(decision, Dropped) for _, decision in trace.decisions)
 
 
+class RecordedLoss:
+    """A learner that learns what was learned: each update's loss is the recorded one."""
+
+    def __init__(self, trace: Trace) -> None:
+        rounds = (decision for _, decision in trace.decisions if isinstance(decision, Round))
+        self._losses = [decision.loss for decision in rounds if decision.loss is not None]
+        if not self._losses:
+            raise TraceError("the trace holds no losses, and its policy decides by them")
+        self._update = 0
+
+    @staticmethod
+    def is_in(trace: Trace) -> bool:
+        """Whether the recorded policy heeds the loss, so that a simulation must tell it."""
+        return "interval" in trace.header.arguments
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    @property
+    def parameters(self) -> None:
+        return None
+
+    def gradient(self, worker: int, parameters: Vector) -> tuple[float, Vector]:
+        return self.error(), None
+
+    def update(self, parts: Sequence[Sequence[Vector]], ages: Sequence[int]) -> None:
+        self._update += 1
+
+    def error(self) -> float:
+        return self._losses[min(self._update, len(self._losses) - 1)]
+
+
 def predict(
-    trace: Trace, *, updates: int = 2000, seed: int = 0, cancel_late: bool | None = None
+    trace: Trace,
+    *,
+    updates: int = 2000,
+    seed: int = 0,
+    cancel_late: bool | None = None,
+    cluster: Cluster | None = None,
 ) -> Result:
-    """Simulate the recorded strategy on the recorded cluster; see `.seconds_per_update`."""
+    """Simulate the recorded strategy on the recorded cluster, or another.
+
+    See `.seconds_per_update` of what it returns. A policy that heeds the loss is told the recorded
+    one, for as many updates as were recorded at most.
+    """
     strategy = trace.header.strategy
     kind = _kind(trace)
     cancel = cancels(trace) if cancel_late is None else cancel_late
     delay = trace.header.options.get("delay")
     how = behaviour(kind, cancel_late=cancel, delay=delay if isinstance(delay, int) else None)
     policy = make_policy(trace.header)
-    result = run_policy(policy, recorded_cluster(trace), how, updates, seed=seed)
+    learner = RecordedLoss(trace) if RecordedLoss.is_in(trace) else None
+    result = run_policy(
+        policy,
+        recorded_cluster(trace) if cluster is None else cluster,
+        how,
+        updates if learner is None else min(updates, len(learner)),
+        seed=seed,
+        learner=learner,
+    )
     result.strategy = strategy
     result.k = getattr(policy, "k", None)
     return result

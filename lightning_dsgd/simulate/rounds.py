@@ -76,7 +76,7 @@ class Worker:
     """The newest version of this replica that the policy knows of."""
     batches: int = 0
     oldest: int = 0
-    spent: float = 0.0
+    spent: tuple[float, ...] = ()
     passed: bool = False
     loss: float | None = None
     gradients: list[Vector] = field(default_factory=list)
@@ -187,9 +187,9 @@ class RoundsSimulation:
         self.result.computed += 1
         if not worker.batches:
             worker.oldest = worker.version
-            worker.spent = 0.0
+            worker.spent = ()
         worker.batches += 1
-        worker.spent += seconds
+        worker.spent += (seconds,)
         if self._learner is not None:
             worker.loss, gradient = self._learner.gradient(worker.rank, worker.parameters)
             worker.gradients.append(gradient)
