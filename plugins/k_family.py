@@ -36,8 +36,7 @@ class FirstKPolicy(RoundsPolicy):
     Rules:
 
     1. A gradient that is more than `max_staleness` updates old is dropped, when it arrives or when
-    a
-       round makes it too old. 0 is the synchronous pair: only the current version counts.
+       a round makes it too old. 0 is the synchronous pair: only the current version counts.
     2. Counting workers, a second gradient of the same worker waits for a later round.
     3. K kept gradients make a round, oldest arrival first. K never exceeds the workers present when
        workers are counted.

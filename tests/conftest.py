@@ -1,4 +1,4 @@
-"""One launch per launcher serves all checks of the training scenarios."""
+"""One launch per launcher serves every test file of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests import launching
-from tests.ranks import training
 
 
 @pytest.fixture(autouse=True)
@@ -22,18 +21,17 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", params=launching.LAUNCHERS)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with every training scenario's outcome, for each launcher in turn."""
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with the outcome of all scenarios that the collected test files ask for."""
+    files = dict.fromkeys(item.module for item in request.session.items)
+    names = [name for file in files for name in getattr(file, "SCENARIOS", ())]
     out = tmp_path_factory.mktemp(request.param)
-    names = training.NAMES
-    done = launching.launch(request.param, "training", names, out, timeout=900.0)
+    done = launching.launch(request.param, list(dict.fromkeys(names)), out, timeout=900.0)
     assert done.returncode == 0, done.stdout[-6000:]
     return out
 
 
-@pytest.fixture(scope="session")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lightning's own DDP on the same problem."""
-    out = tmp_path_factory.mktemp("ddp")
-    launching.launch("torchrun", "training", ["lightning_ddp"], out)
-    return out
+@pytest.fixture
+def trained(launched: Path) -> Path:
+    """The outcome of the rounds strategies' scenarios."""
+    return launched / "training"

@@ -34,7 +34,6 @@ def environment(**extra: str) -> dict[str, str]:
 
 def launch(
     launcher: str,
-    module: str,
     names: list[str],
     out: Path,
     *,
@@ -42,9 +41,9 @@ def launch(
     timeout: float = 300.0,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run scenarios of `tests.ranks.<module>`; a launch that hangs is killed and fails the test."""
+    """Run scenarios, each a MODULE.NAME of `tests.ranks`; what hangs is killed and fails."""
     out.mkdir(parents=True, exist_ok=True)
-    program = ["-m", "tests.ranks.run", module, str(out), *names]
+    program = ["-m", "tests.ranks.run", str(out), *names]
     process = subprocess.Popen(
         [*command(launcher, ranks), *program],
         cwd=ROOT,
@@ -68,7 +67,7 @@ def read(out: Path, name: str, ranks: int = 4) -> list[dict[str, Any]]:
     """Every rank's outcome of one scenario, errors included."""
     files = [out / f"{name}.{rank}.pickle" for rank in range(ranks)]
     missing = [file.name for file in files if not file.exists()]
-    log = out / "output.txt"
+    log = out.parent / "output.txt"
     tail = log.read_text()[-6000:] if log.exists() else ""
     assert not missing, f"no outcome {missing}\n{tail}"
     return [pickle.loads(file.read_bytes()) for file in files]

@@ -38,9 +38,13 @@ from lightning_dsgd.protocol import (
 )
 from lightning_dsgd.topology import Topology, is_active, make_topology
 from lightning_dsgd_plugins.ad_psgd import GossipPolicy
-from tests.launching import LAUNCHERS, ROOT, command, environment, launch, results
-from tests.ranks import ad_psgd as scenarios
+from tests.launching import ROOT, command, environment, launch, results
 from tests.ranks.faulty import RANKS
+
+SCENARIOS = [
+    f"ad_psgd.{name}"
+    for name in ("standing_still", "trains", "resumes", "resyncs", "small_things", "refuses")
+]
 
 # ------------------------------------------------------------------------------ policy
 
@@ -310,13 +314,9 @@ def replay(models: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
 # --------------------------------------------------------------------------- real ranks
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One launch for all scenarios. Under horovodrun the first rank to give up ends the others."""
-    directory = tmp_path_factory.mktemp(f"ad_psgd-{request.param}")
-    names = [*scenarios.NAMES, *(["refuses_inside"] if request.param == "torchrun" else [])]
-    launch(request.param, "ad_psgd", names, directory)
-    return directory
+@pytest.fixture
+def out(launched: Path) -> Path:
+    return launched / "ad_psgd"
 
 
 def test_exchanges_alone_lead_to_the_mean(out: Path) -> None:
@@ -397,11 +397,16 @@ def test_small_things(out: Path) -> None:
 
 
 def test_refusals_say_what_and_what_instead(out: Path) -> None:
-    names = ["refuses", *(["refuses_inside"] if "torchrun" in str(out) else [])]
-    for name in names:
-        for result in results(out, name):
-            for expected, message in result.items():
-                assert expected in message
+    for result in results(out, "refuses"):
+        for expected, message in result.items():
+            assert expected in message
+
+
+def test_a_collective_inside_the_epoch_is_refused(tmp_path: Path) -> None:
+    """The process cannot go on after it, and horovodrun ends the others at the first to give up."""
+    launch("torchrun", ["ad_psgd.refuses_inside"], tmp_path, ranks=2)
+    for result in results(tmp_path / "ad_psgd", "refuses_inside", ranks=2):
+        assert "inside the epoch" in result["message"]
 
 
 @pytest.mark.parametrize(

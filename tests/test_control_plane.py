@@ -17,7 +17,9 @@ from lightning_dsgd.coordinator import Coordinator
 from lightning_dsgd.errors import PeerFailedError, PeerLostError, RoundTimeoutError
 from lightning_dsgd.protocol import Contribution, Segment, decode_downward, encode
 from lightning_dsgd_plugins.k_family import FirstKPolicy
-from tests.launching import LAUNCHERS, launch, results
+from tests.launching import results
+
+SCENARIOS = ["idle.idle"]
 
 
 def until(condition: object, seconds: float = 20.0) -> bool:
@@ -135,10 +137,8 @@ def test_threads_are_named_and_gone_at_the_end() -> None:
     assert not {t.name for t in threading.enumerate() if t.name.startswith("dsgd")}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_waiting_costs_no_cpu(launcher: str, tmp_path: Path) -> None:
+def test_waiting_costs_no_cpu(launched: Path) -> None:
     """Three ranks wait two seconds for the fourth; none uses 5 % of a core meanwhile."""
-    launch(launcher, "idle", ["idle"], tmp_path)
-    for rank, (cpu, waited) in enumerate(results(tmp_path, "idle")):
+    for rank, (cpu, waited) in enumerate(results(launched / "idle", "idle")):
         assert waited > 1.5 or rank == 3
         assert rank == 3 or cpu / waited < 0.05, (rank, cpu, waited)

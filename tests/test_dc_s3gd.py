@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,42 +18,33 @@ from lightning_dsgd.gradients import FlatLayout
 from lightning_dsgd.points import Points
 from lightning_dsgd.warmup import WeightDecayWarmup
 from lightning_dsgd_plugins.dc_s3gd import compensate
-from tests import launching
+from tests.launching import launch, read, results
 from tests.ranks.toy import BATCH, LR, MOMENTUM, Toy, dataset, flat, trainer_for
 
-WORLDS = {"torchrun": 3, "horovodrun": 4}
-BOTH = ["by_model", "half_wire", "brain_wire", "common_points", "resume"]
-ONCE = ["by_tensor", "stale", "scheduled", "mixed", "thawed", "corrections", "logged", "unequal"]
-
-
-class Job:
-    """One launch and what its ranks left."""
-
-    def __init__(self, launcher: str, out: Path) -> None:
-        self.out = out
-        self.launcher = launcher
-        self.ranks = WORLDS[launcher]
-        names = BOTH + ONCE if launcher == "torchrun" else BOTH
-        launching.launch(launcher, "dc_s3gd", names, out, ranks=self.ranks, timeout=240)
-
-    def results(self, name: str) -> list[Any]:
-        return launching.results(self.out, name, self.ranks)
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: Any) -> Callable[[str], Job]:
-    return functools.cache(lambda launcher: Job(launcher, tmp_path_factory.mktemp(launcher)))
-
-
-@pytest.fixture(params=list(WORLDS))
-def job(request: Any, jobs: Callable[[str], Job]) -> Job:
-    return jobs(request.param)
+RANKS = 4
+SCENARIOS = [
+    f"dc_s3gd.{name}"
+    for name in (
+        "by_model",
+        "by_tensor",
+        "stale",
+        "half_wire",
+        "brain_wire",
+        "scheduled",
+        "corrections",
+        "common_points",
+        "resume",
+        "mixed",
+        "thawed",
+        "logged",
+        "unequal",
+    )
+]
 
 
 @pytest.fixture
-def once(jobs: Callable[[str], Job]) -> Job:
-    """For what does not depend on the collectives."""
-    return jobs("torchrun")
+def out(launched: Path) -> Path:
+    return launched / "dc_s3gd"
 
 
 # --------------------------------------------------------------------------- formula
@@ -188,20 +177,20 @@ def correct(
     return [corrected([g], d, lambda0)[0] for g, d in zip(gradient, pieces, strict=True)]
 
 
-def test_equals_the_papers_loop(job: Job) -> None:
-    results = job.results("by_model")
-    expected = numpy_loop(job.ranks, 100, 0.2, "model")
-    for result in results:
+def test_equals_the_papers_loop(out: Path) -> None:
+    ranks = results(out, "by_model")
+    expected = numpy_loop(RANKS, 100, 0.2, "model")
+    for result in ranks:
         np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("name", "lambda0", "scope"), [("by_tensor", 0.2, "tensor"), ("stale", 0.0, "model")]
 )
-def test_variants_equal_the_loop_too(once: Job, name: str, lambda0: float, scope: str) -> None:
-    results = once.results(name)
-    expected = numpy_loop(once.ranks, 100, lambda0, scope)
-    for result in results:
+def test_variants_equal_the_loop_too(out: Path, name: str, lambda0: float, scope: str) -> None:
+    ranks = results(out, name)
+    expected = numpy_loop(RANKS, 100, lambda0, scope)
+    for result in ranks:
         np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
 
 
@@ -240,32 +229,32 @@ def torch_loop(workers: int, module_class: Any) -> np.ndarray:
     return (last + sum(updates) / workers - updates[0]).numpy()
 
 
-def test_adam_groups_accumulation_clipping_and_schedule(once: Job) -> None:
+def test_adam_groups_accumulation_clipping_and_schedule(out: Path) -> None:
     from tests.ranks.dc_s3gd import Scheduled
 
-    expected = torch_loop(once.ranks, Scheduled)
-    for result in once.results("scheduled"):
+    expected = torch_loop(RANKS, Scheduled)
+    for result in results(out, "scheduled"):
         assert result["steps"] == 30
         np.testing.assert_allclose(result["end"], expected, atol=1e-6, rtol=0)
 
 
-def test_the_correction_keeps_its_length_in_training(once: Job) -> None:
-    for result in once.results("corrections"):
+def test_the_correction_keeps_its_length_in_training(out: Path) -> None:
+    for result in results(out, "corrections"):
         assert len(result["shares"]) == 11  # not the first step: nothing had been exchanged
         np.testing.assert_allclose(result["shares"], 0.2, rtol=1e-9)
 
 
-def test_steps_rounded_on_the_wire_stay_close(job: Job) -> None:
-    full = numpy_loop(job.ranks, 30, 0.2, "model")
-    half = job.results("half_wire")
+def test_steps_rounded_on_the_wire_stay_close(out: Path) -> None:
+    full = numpy_loop(RANKS, 30, 0.2, "model")
+    half = results(out, "half_wire")
     assert all((result["end"] == half[0]["end"]).all() for result in half)
     assert 0 < np.abs(half[0]["end"] - full).max() < 1e-2
-    if job.launcher == "torchrun":
-        brain = job.results("brain_wire")
+    if out.parent.name.startswith("torchrun"):
+        brain = results(out, "brain_wire")
         assert all((result["end"] == brain[0]["end"]).all() for result in brain)
         assert 0 < np.abs(brain[0]["end"] - full).max() < 1e-1
     else:
-        for outcome in launching.read(job.out, "brain_wire", job.ranks):
+        for outcome in read(out, "brain_wire"):
             assert outcome["error"] == "ConfigurationError" and "fp16" in outcome["message"]
 
 
@@ -280,39 +269,39 @@ def test_one_worker_is_plain_training() -> None:
 # ------------------------------------------------------------------- life with Lightning
 
 
-def test_all_ranks_stand_at_one_point_where_it_matters(job: Job) -> None:
-    seen = [result["seen"] for result in job.results("common_points")]
+def test_all_ranks_stand_at_one_point_where_it_matters(out: Path) -> None:
+    seen = [result["seen"] for result in results(out, "common_points")]
     assert all(other == seen[0] for other in seen)
     moments = [moment for moment, _ in seen[0]]
     assert moments.count("validation") >= 6 and moments.count("epoch") == 2
     assert moments.count("checkpoint") >= 4 and "end" in moments
-    tested = [result["tested"] for result in job.results("common_points")]
+    tested = [result["tested"] for result in results(out, "common_points")]
     assert all(other == tested[0] for other in tested)
 
 
-def test_between_drains_ranks_are_at_points_of_their_own(job: Job) -> None:
-    first, second = [result["tentative"] for result in job.results("common_points")][:2]
+def test_between_drains_ranks_are_at_points_of_their_own(out: Path) -> None:
+    first, second = [result["tentative"] for result in results(out, "common_points")][:2]
     assert first - second
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(job: Job) -> None:
-    results = job.results("resume")
-    assert {result["whole"] for result in results} == {result["resumed"] for result in results}
-    assert len({result["whole"] for result in results}) == 1
-    assert all(result["steps"] == 30 for result in results)
-    assert results[0]["momentum"] != results[1]["momentum"]
+def test_resumed_equals_uninterrupted_bit_for_bit(out: Path) -> None:
+    ranks = results(out, "resume")
+    assert {result["whole"] for result in ranks} == {result["resumed"] for result in ranks}
+    assert len({result["whole"] for result in ranks}) == 1
+    assert all(result["steps"] == 30 for result in ranks)
+    assert ranks[0]["momentum"] != ranks[1]["momentum"]
 
 
 @pytest.mark.parametrize("name", ["mixed", "thawed"])
-def test_features_end_at_one_point(once: Job, name: str) -> None:
-    results = once.results(name)
-    assert len({result["digest"] for result in results}) == 1
-    assert all(result.get("finite", True) and result.get("moved", True) for result in results)
+def test_features_end_at_one_point(out: Path, name: str) -> None:
+    ranks = results(out, name)
+    assert len({result["digest"] for result in ranks}) == 1
+    assert all(result.get("finite", True) and result.get("moved", True) for result in ranks)
 
 
-def test_logs_distance_lambda_and_what_was_hidden(once: Job) -> None:
-    assert once.results("logged")[0]["rows"]
-    with open(once.out / "logged" / "version_0" / "metrics.csv") as file:
+def test_logs_distance_lambda_and_what_was_hidden(out: Path) -> None:
+    assert results(out, "logged")[0]["rows"]
+    with open(out / "logged" / "version_0" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [2, 4, 6]
     for row in rows:
@@ -320,16 +309,16 @@ def test_logs_distance_lambda_and_what_was_hidden(once: Job) -> None:
         assert 0 <= float(row["dsgd/hidden"]) <= 1
 
 
-def test_threads_end_and_the_tally_stays(job: Job) -> None:
-    results = job.results("by_model")
-    assert all(result["threads"] == [] for result in results)
-    tally = results[0]["tally"]
+def test_threads_end_and_the_tally_stays(out: Path) -> None:
+    ranks = results(out, "by_model")
+    assert all(result["threads"] == [] for result in ranks)
+    tally = ranks[0]["tally"]
     assert tally["rounds"] == 100
     assert all(worker["used"] == 100 for worker in tally["workers"])
 
 
-def test_unequal_shares_of_data_are_refused(once: Job) -> None:
-    for outcome in launching.read(once.out, "unequal", once.ranks):
+def test_unequal_shares_of_data_are_refused(out: Path) -> None:
+    for outcome in read(out, "unequal"):
         assert outcome["error"] == "ConfigurationError"
         assert "rank 1: 4" in outcome["message"]
 
@@ -347,10 +336,10 @@ def test_unequal_shares_of_data_are_refused(once: Job) -> None:
 def test_a_lost_rank_ends_the_others_by_name(
     launcher: str, name: str, error: str, tmp_path: Path
 ) -> None:
-    process = launching.launch(launcher, "dc_s3gd", [name], tmp_path, ranks=4, timeout=120)
+    process = launch(launcher, [f"dc_s3gd.{name}"], tmp_path, timeout=120)
     assert process.returncode != 0
     for rank in {0, 1, 3}:
-        ended = tmp_path / f"ended.{rank}"
+        ended = tmp_path / "dc_s3gd" / f"ended.{rank}"
         said = ended.read_text() if ended.exists() else process.stdout
         assert error in said, f"rank {rank}: {said}\n{process.stdout[-4000:]}"
 

@@ -12,7 +12,8 @@ from tests.launching import BIN, ROOT, environment
 PYTHON = str(BIN / "python")
 HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", PYTHON]
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node=2", "--standalone"]
-CONFIG = ["examples/cli.py", "fit", "--config", "examples/config.yaml", "--trainer.max_epochs=1"]
+CLI = ["examples/cli.py", "fit", "--trainer.max_epochs=1", "--config"]
+CONFIG = [*CLI, "examples/config.yaml"]
 SHORT = ["--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
 
 
@@ -53,6 +54,11 @@ def test_lightning_cli(form: str) -> None:
     launcher = HOROVODRUN if form in ("yaml", "registered name") else TORCHRUN
     devices = [] if launcher is HOROVODRUN else ["--trainer.devices=2"]
     check(run(*launcher, *CONFIG, *SHORT, *devices, *FORMS[form]))
+
+
+@pytest.mark.parametrize("name", ["adasync", "cyclic_delay"])
+def test_further_examples(name: str) -> None:
+    check(run(*TORCHRUN, *CLI, f"examples/{name}.yaml", *SHORT, "--trainer.devices=2"))
 
 
 def test_a_bad_value_in_yaml_is_refused_by_name() -> None:

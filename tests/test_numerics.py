@@ -11,9 +11,24 @@ import pytest
 from lightning_dsgd.damping import damping_factor
 from lightning_dsgd.protocol import Round
 from lightning_dsgd.trace import make_policy, read_trace
-from tests.launching import results
+from tests.launching import launch, results
 from tests.ranks.toy import LR, MOMENTUM
 from tests.ranks.training import FAMILIES
+
+SCENARIOS = [
+    *(f"training.{name}" for name in FAMILIES),
+    "training.distance_damping",
+    "training.share_of_slow_rank",
+    "training.backups_0",
+]
+
+
+@pytest.fixture(scope="session")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lightning's own DDP on the same problem; it would not leave the process as it was."""
+    out = tmp_path_factory.mktemp("ddp")
+    launch("torchrun", ["training.lightning_ddp"], out)
+    return out / "training"
 
 
 def gradient_of(round_: Round, ranks: list[Any], *, mean: bool, weight: Any) -> np.ndarray:

@@ -10,21 +10,16 @@ from typing import Any
 import pytest
 
 import lightning_dsgd as dsgd
-from tests.launching import LAUNCHERS, launch, read
+from tests.launching import read
 from tests.ranks.refusals import EXPECTED
 from tests.ranks.toy import Toy, loader, trainer_for
 
-
-@pytest.fixture(scope="module", params=LAUNCHERS)
-def refused(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("refused")
-    launch(request.param, "refusals", list(EXPECTED), out)
-    return out
+SCENARIOS = [f"refusals.{name}" for name in EXPECTED]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_refused_on_every_rank(refused: Path, name: str) -> None:
-    for outcome in read(refused, name):
+def test_refused_on_every_rank(launched: Path, name: str) -> None:
+    for outcome in read(launched / "refusals", name):
         assert outcome.get("error") == "ConfigurationError", outcome
         assert EXPECTED[name] in outcome["message"]
 

@@ -9,6 +9,20 @@ import pytest
 
 from tests.launching import launch, results
 
+SCENARIOS = [
+    "training.epoch_schedule",
+    "training.bf16_and_groups",
+    "training.callbacks_and_logs",
+    "training.predictions_and_gathers",
+    "training.shards_and_buffers",
+    "training.limits",
+    "training.iterable_data",
+    "training.loader_processes",
+    "training.other_import_name",
+    "training.resume",
+    "training.resume_state",
+]
+
 
 def test_epoch_schedules_follow_the_version(trained: Path) -> None:
     for rank in results(trained, "epoch_schedule"):
@@ -96,7 +110,7 @@ def test_resuming_restores_the_policy(trained: Path) -> None:
 
 
 def test_resuming_on_another_number_of_ranks(trained: Path) -> None:
-    launch("torchrun", "training", ["resume_on_fewer"], trained, ranks=2)
+    launch("torchrun", ["training.resume_on_fewer"], trained.parent, ranks=2)
     ranks = results(trained, "resume_on_fewer", ranks=2)
     assert {rank["epochs"] for rank in ranks} == {5}
     assert len({rank["digest"] for rank in ranks}) == 1 and ranks[0]["finite"]

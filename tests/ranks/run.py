@@ -1,7 +1,7 @@
-"""Runs scenarios on one rank: `python -m tests.ranks.run MODULE OUT NAME...` under a launcher.
+"""Runs scenarios on one rank: `python -m tests.ranks.run OUT MODULE.NAME...` under a launcher.
 
-Starting ranks costs seconds, so one launch serves many scenarios. Each leaves one file per rank,
-with what it returned or the error it raised.
+Starting ranks costs seconds, so one launch serves many scenarios. Each leaves one file per rank in
+its module's folder, with what it returned or the error it raised.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def outcome(function: Any, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    module, out, *names = sys.argv[1:]
-    scenarios = importlib.import_module(f"tests.ranks.{module}")
-    for name in names:
-        result = outcome(getattr(scenarios, name), Path(out))
-        Path(out, f"{name}.{rank()}.pickle").write_bytes(pickle.dumps(result))
+    for given in sys.argv[2:]:
+        module, _, name = given.partition(".")
+        scenarios = importlib.import_module(f"tests.ranks.{module}")
+        out = Path(sys.argv[1], module)
+        out.mkdir(exist_ok=True)
+        result = outcome(getattr(scenarios, name), out)
+        (out / f"{name}.{rank()}.pickle").write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":

@@ -387,22 +387,3 @@ def resume_on_fewer(out: Path) -> Result:
         "epochs": trainer.current_epoch,
         "finite": bool(np.isfinite(flat(module)).all()),
     }
-
-
-NAMES = [
-    *FAMILIES,
-    "distance_damping",
-    "share_of_slow_rank",
-    "backups_0",
-    "epoch_schedule",
-    "bf16_and_groups",
-    "callbacks_and_logs",
-    "predictions_and_gathers",
-    "shards_and_buffers",
-    "limits",
-    "iterable_data",
-    "loader_processes",
-    "other_import_name",
-    "resume",
-    "resume_state",
-]
