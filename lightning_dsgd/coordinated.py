@@ -29,6 +29,10 @@ class CoordinatedStrategy(CollectiveStrategy):
         self._coordinator: Coordinator | None = None
         self._control: Control | None = None
 
+    def settle(self) -> None:
+        """All ranks have stopped training: see to it that nothing more is exchanged."""
+        return
+
     @abc.abstractmethod
     def close_exchange(self) -> None:
         """End the exchange's thread, if it runs; no operation is under way any more."""
@@ -52,6 +56,7 @@ class CoordinatedStrategy(CollectiveStrategy):
             return
         assert self._main is not None
         self._main.barrier()
+        self.settle()
         self._control.leave()
         self._main.barrier()
         self._disconnect()

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_dsgd.protocol import (
     Applied,
+    Closed,
     Contribution,
     Decision,
     Dropped,
@@ -68,6 +69,8 @@ class RoundsPolicy(Policy):
     2. Whenever anything changes, rounds are formed for as long as one is complete.
     3. A complete round still waits while its number lies beyond the segment, or while a replica is
        `max_lag` versions behind.
+    4. A segment that ends at a version already decided, where training was stopped, is the last
+       word: `Closed` follows everything decided before it.
     """
 
     def __init__(self, workers: int, *, version: int = 0, max_lag: int = 64) -> None:
@@ -92,6 +95,8 @@ class RoundsPolicy(Policy):
             self._applied[event.worker] = max(self._applied.get(event.worker, 0), event.version)
         elif isinstance(event, Segment):
             self.last = event.last
+            if event.last <= self.version:
+                return [Closed(worker) for worker in sorted(self.present)]
         elif isinstance(event, Joined):
             self.present.add(event.worker)
             self._applied[event.worker] = self.version

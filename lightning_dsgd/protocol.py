@@ -36,12 +36,15 @@ class Applied(Message, frozen=True, tag=True):
 
     worker: int
     version: int
-    cancelled: int = 0
-    """Gradients it has begun and given up, so far."""
+    cancelled: tuple[float, ...] = ()
+    """Time spent on each gradient that it has begun and given up since it last told."""
 
 
 class Segment(Message, frozen=True, tag=True):
-    """Rounds up to number `last` may be decided: the end of the epoch or of the training."""
+    """Rounds up to number `last` may be decided: the end of the epoch or of the training.
+
+    One that ends where the rounds are already is the end of all: `Closed` answers it.
+    """
 
     last: int
 
@@ -148,7 +151,7 @@ class Go(Message, frozen=True, tag=True):
 
 
 class Closed(Message, frozen=True, tag=True):
-    """All gradients of the segment are made, and no further pair will be decided in it."""
+    """To this worker: no further round, or pair of the segment, will be decided."""
 
     worker: int
 

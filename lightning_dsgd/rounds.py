@@ -21,6 +21,7 @@ from lightning_dsgd.control import Control
 from lightning_dsgd.errors import RoundTimeoutError, RunError
 from lightning_dsgd.gradients import Flat, FlatPool
 from lightning_dsgd.protocol import (
+    Closed,
     Contribution,
     Dropped,
     Message,
@@ -142,6 +143,15 @@ class RoundsExchange:
         self.waited += time.monotonic() - began
         self._alarm.check()
 
+    def settle(self, timeout: float) -> None:
+        """Wait until every round that has been decided is executed and no more can follow."""
+        self._thread.join(timeout)
+        self._alarm.check()
+        if self._thread.is_alive():
+            raise RoundTimeoutError(
+                f"rank {self.rank}: the last round did not end within {timeout:g} s"
+            )
+
     def close(self) -> None:
         """End the thread; no round may be under way any more, or the alarm must have rung."""
         self._closing = True
@@ -159,7 +169,10 @@ class RoundsExchange:
         try:
             while not self._closing and self._alarm.error is None:
                 if self._control.rounds.poll(_NAP_MS):
-                    self._decision(decode_downward(self._control.rounds.recv()))
+                    decision = decode_downward(self._control.rounds.recv())
+                    if isinstance(decision, Closed):
+                        return
+                    self._decision(decision)
         except RunError as error:
             self._alarm.ring(error)
         except Exception as error:

@@ -179,7 +179,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self._pool = FlatPool(layout)
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
-        self._cancelled = 0
+        self._cancelled: tuple[float, ...] = ()
         self._computing_seconds = 0.0
         self._computed_seconds: tuple[float, ...] = ()
         self._applied_flat: list[Tensor] | None = None
@@ -246,6 +246,13 @@ class RoundsStrategy(CoordinatedStrategy):
             options=self.worker_options(),
         )
         return TraceWriter(self.trace, header)
+
+    def settle(self) -> None:
+        """Training may stop in mid-epoch, while late gradients still make rounds by themselves."""
+        assert self._control is not None and self._exchange is not None
+        if self.is_global_zero:
+            self._control.announce(Segment(self.version))
+        self._exchange.settle(self.timeout)
 
     def close_exchange(self) -> None:
         self.policy_state = self.snapshot_policy()
@@ -361,7 +368,6 @@ class RoundsStrategy(CoordinatedStrategy):
             super().backward(loss, optimizer, *rest, **kw)
         except Overtaken:
             self._abandon = True
-            self._cancelled += 1
         self._computing_seconds += time.monotonic() - self._began
 
     def _end_turn(self, loss: float) -> None:
@@ -375,6 +381,7 @@ class RoundsStrategy(CoordinatedStrategy):
         if self._abandon:  # half a gradient: nothing to keep
             for buffer in self._accumulated:
                 buffer.zero_()
+            self._cancelled += (self._computing_seconds,)
             self._computing_seconds = 0.0
         while self._accumulated_batches and not exchange.decided:
             if self.should_publish():
@@ -472,6 +479,7 @@ class RoundsStrategy(CoordinatedStrategy):
         if number % max(1, self.max_lag // 4) == 0 or number == self.segment_last:
             assert self._control is not None
             self._control.announce(Applied(self.global_rank, number, self._cancelled))
+            self._cancelled = ()
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any

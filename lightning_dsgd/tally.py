@@ -62,7 +62,7 @@ class Tally:
             worker.seconds += sum(event.seconds)
         elif isinstance(event, Applied):
             worker = self.workers[event.worker]
-            worker.cancelled = max(worker.cancelled, event.cancelled)
+            worker.cancelled += len(event.cancelled)
 
     def decision(self, decision: Decision) -> None:
         """Count what was decided."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import (
     Applied,
+    Closed,
     Contribution,
     Dropped,
     Held,
@@ -228,6 +229,16 @@ def test_rounds_stop_at_the_segments_end() -> None:
     assert len(policy.handle(Contribution(0, 1, 0), 0.0)) == 1
     assert not policy.handle(Contribution(1, 1, 0), 0.0)
     assert [type(d) for d in policy.handle(Segment(2), 0.0)] == [Round]
+
+
+def test_a_segment_that_ends_here_is_the_last_word() -> None:
+    """Late gradients may have made rounds beyond the version at which training was stopped."""
+    policy = FirstKPolicy(2, 1, max_staleness=None)
+    policy.handle(Segment(FAR), 0.0)
+    for worker in (0, 1):
+        policy.handle(Contribution(worker, 1, 0), 0.0)
+    assert policy.handle(Segment(1), 0.0) == [Closed(0), Closed(1)] and policy.version == 2
+    assert not policy.handle(Contribution(0, 2, 1), 0.0)
 
 
 def test_a_laggard_holds_the_round_and_is_named_once() -> None:

@@ -41,6 +41,7 @@ from lightning_dsgd.simulate.replay import (
     predict,
     recorded_cluster,
     replay,
+    uncensored,
 )
 from lightning_dsgd.simulate.rounds import Behaviour, Recorder, RoundsSimulation
 from lightning_dsgd.simulate.strategies import STRATEGIES, behaviour, make_policy, run_policy
@@ -462,6 +463,19 @@ def test_a_trace_gives_each_rank_its_own_times(tmp_path: Path) -> None:
     found = recorded_cluster(trace)
     assert found.exchange("all_reduce") == pytest.approx(0.02) and found.workers == 4
     assert found.exchange("broadcast") == pytest.approx(0.01), "half of a reduction and a broadcast"
+
+
+def test_cancelled_gradients_count_as_at_least_so_long() -> None:
+    """Of exponential times cut off at random, the estimate has the true distribution again."""
+    rng = np.random.default_rng(5)
+    times, limits = rng.exponential(1.0, 4000), rng.exponential(2.0, 4000)
+    finished = times[times <= limits].tolist()
+    cancelled = limits[times > limits].tolist()
+    found = np.array(uncensored(finished, cancelled))
+    for share in (0.25, 0.5, 0.75):
+        assert np.quantile(found, share) == pytest.approx(-np.log(1 - share), rel=0.08)
+    assert np.median(finished) < 0.8 * np.log(2), "what finished alone looks too fast"
+    assert uncensored([3.0, 1.0], []) == [3.0, 1.0]
 
 
 def test_a_trace_without_times_or_updates_says_so(tmp_path: Path) -> None:

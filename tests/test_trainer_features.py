@@ -16,6 +16,7 @@ SCENARIOS = [
     "training.predictions_and_gathers",
     "training.shards_and_buffers",
     "training.limits",
+    "training.stopped_midway",
     "training.iterable_data",
     "training.loader_processes",
     "training.other_import_name",
@@ -79,6 +80,11 @@ def test_limits_end_every_rank_at_the_same_update(trained: Path) -> None:
     assert ranks[0]["max_steps"] == 7
     assert ranks[0]["max_time"] > 1
     assert ranks[0]["fast_dev_run"] == 1
+
+
+def test_a_stop_in_mid_epoch_leaves_nothing_under_way(trained: Path) -> None:
+    for rank in results(trained, "stopped_midway"):
+        assert rank == {"steps": [7, 7], "left": []}
 
 
 def test_data_without_length_and_data_that_starts_over(trained: Path) -> None:

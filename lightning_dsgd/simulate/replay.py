@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+import numpy as np
+
 from lightning_dsgd.distributions import ComputeTime, Empirical, PerRank
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.protocol import Contribution, Decision, Dropped, Round
+from lightning_dsgd.protocol import Applied, Contribution, Decision, Dropped, Round
 from lightning_dsgd.simulate.cluster import Cluster, Link, Network
 from lightning_dsgd.simulate.learning import Vector
 from lightning_dsgd.simulate.result import Result
 from lightning_dsgd.simulate.strategies import behaviour, run_policy
 from lightning_dsgd.trace import Trace, TraceError, make_policy
 
+_QUANTILES = 1000
 NEVER_SEEN = 10.0
 """A rank that never delivered in time counts as so many times slower than the slowest delivery."""
 
@@ -59,20 +62,45 @@ def replay(trace: Trace) -> Difference | None:
 def compute_times(trace: Trace) -> PerRank:
     """Each rank's own measured times per mini-batch.
 
-    A rank whose every gradient was cancelled has told nothing but that it is slow.
+    Of a cancelled gradient only a lower bound is known, see `uncensored`. A rank whose every
+    gradient was cancelled has told nothing but that it is slow.
     """
-    by_rank: dict[int, list[float]] = {}
-    for contribution in _contributions(trace):
-        by_rank.setdefault(contribution.worker, []).extend(contribution.seconds)
-    if not any(by_rank.values()):
+    ranks = range(trace.header.workers)
+    finished: dict[int, list[float]] = {rank: [] for rank in ranks}
+    cancelled: dict[int, list[float]] = {rank: [] for rank in ranks}
+    for _, event in trace.events:
+        if isinstance(event, Contribution):
+            finished[event.worker].extend(event.seconds)
+        elif isinstance(event, Applied):
+            cancelled[event.worker].extend(event.cancelled)
+    if not any(finished.values()):
         raise TraceError("the trace holds no compute times; was it recorded by an older version?")
-    everything = Empirical(tuple(second for times in by_rank.values() for second in times))
+    seen = {r: uncensored(finished[r], cancelled[r]) for r in ranks if finished[r]}
+    everything = Empirical(tuple(second for times in seen.values() for second in times))
     unseen = Empirical((NEVER_SEEN * max(everything.seconds),))
     models: dict[int, ComputeTime] = {
-        rank: Empirical(tuple(by_rank[rank])) if by_rank.get(rank) else unseen
-        for rank in range(trace.header.workers)
+        rank: Empirical(tuple(seen[rank])) if rank in seen else unseen for rank in ranks
     }
     return PerRank(everything, models=models)
+
+
+def uncensored(finished: list[float], cancelled: list[float]) -> list[float]:
+    """Equally likely times, from finished gradients and from some that were given up.
+
+    The Kaplan-Meier estimate: whoever gave up would have taken as long as one of those that lasted
+    longer. The longest of all counts as finished.
+    """
+    if not cancelled:
+        return finished
+    times = np.array(finished + cancelled)
+    ended = np.arange(len(times)) < len(finished)
+    order = np.lexsort((~ended, times))
+    at_risk = len(times) - np.arange(len(times))
+    survival = np.cumprod(np.where(ended[order], 1.0 - 1.0 / at_risk, 1.0))
+    survival[-1] = 0.0
+    wanted = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    quantiles: list[float] = times[order][np.searchsorted(1.0 - survival, wanted)].tolist()
+    return quantiles
 
 
 def exchange_time(trace: Trace) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +278,36 @@ def limits(out: Path) -> Result:
     trainer = trainer_for("backup_workers", fast_dev_run=True)
     trainer.fit(Toy(), loader(), loader(16, shuffle=False))
     found["fast_dev_run"] = trainer.global_step
+    return found
+
+
+def stopped_midway(out: Path) -> Result:
+    """A callback stops in mid-epoch, while late gradients make one more round of their own.
+
+    The last rank's communication thread is slow, so that it has not heard of that round yet.
+    """
+
+    class Stop(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            exchange = trainer.strategy._exchange
+            decision = exchange._decision
+
+            def slow(message: Any) -> None:
+                decision(message)
+                if trainer.global_rank == 3 and getattr(message, "number", 0) == 7:
+                    time.sleep(0.5)
+
+            exchange._decision = slow
+
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 7
+
+    found: Result = {"steps": [], "left": []}
+    for cls in (dsgd.KAsyncStrategy, dsgd.KBatchAsyncStrategy):
+        trainer = trainer_for(cls(k=1, timeout=60.0), [Stop(), random_delays()], max_epochs=1)
+        trainer.fit(Toy(), loader())
+        found["steps"].append(trainer.global_step)
+        found["left"] += [t.name for t in threading.enumerate() if "dsgd" in t.name]
     return found
 
 
