@@ -38,10 +38,10 @@ from lightning_dsgd.protocol import (
 )
 from lightning_dsgd.topology import Topology, is_active, make_topology
 from lightning_dsgd_plugins.ad_psgd import GossipPolicy
-from tests.launching import ROOT, command, environment, launch, results
+from tests.launching import LAUNCHERS, ROOT, command, environment, launch, results
 from tests.ranks.faulty import RANKS
 
-SCENARIOS = [
+NAMES = [
     f"ad_psgd.{name}"
     for name in ("standing_still", "trains", "resumes", "resyncs", "small_things", "refuses")
 ]
@@ -257,11 +257,11 @@ class Ranks:
         self.coordinator.stop()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [2, 4, 5])
 def test_thousands_of_random_exchanges_keep_the_mean(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2,000 on each of five world sizes, while every rank also takes steps of its own."""
+    """2,000 on each world size, while every rank also takes steps of its own."""
     ranks = Ranks(make_topology("bipartite" if size == 4 else "ring", size), monkeypatch, size)
     start = np.random.default_rng(size).normal(size=(size, 5))
     ranks.put(start)
@@ -314,9 +314,13 @@ def replay(models: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
 # --------------------------------------------------------------------------- real ranks
 
 
-@pytest.fixture
-def out(launched: Path) -> Path:
-    return launched / "ad_psgd"
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A launch of its own: Horovod must know all pairs when it starts, and each costs it a bit."""
+    directory = tmp_path_factory.mktemp(f"ad_psgd-{request.param}")
+    done = launch(request.param, NAMES, directory)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return directory / "ad_psgd"
 
 
 def test_exchanges_alone_lead_to_the_mean(out: Path) -> None:

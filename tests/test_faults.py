@@ -14,7 +14,6 @@ from tests.launching import ROOT, command, environment
 from tests.ranks.faulty import RANKS
 
 CASES = [
-    ("torchrun", "kill", 2),
     ("torchrun", "kill", 0),
     ("torchrun", "raise", 1),
     ("torchrun", "stop", 1),

@@ -6,14 +6,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pytorch_lightning.cli import LightningCLI
 
+import lightning_dsgd as dsgd
+from examples.digits import Classifier, Digits
 from tests.launching import BIN, ROOT, environment
 
 PYTHON = str(BIN / "python")
 HOROVODRUN = [str(BIN / "horovodrun"), "-np", "2", PYTHON]
 TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node=2", "--standalone"]
-CLI = ["examples/cli.py", "fit", "--trainer.max_epochs=1", "--config"]
-CONFIG = [*CLI, "examples/config.yaml"]
+CONFIG = ["examples/cli.py", "fit", "--config", "examples/config.yaml", "--trainer.max_epochs=1"]
 SHORT = ["--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
 
 
@@ -56,9 +58,20 @@ def test_lightning_cli(form: str) -> None:
     check(run(*launcher, *CONFIG, *SHORT, *devices, *FORMS[form]))
 
 
-@pytest.mark.parametrize("name", ["adasync", "cyclic_delay"])
-def test_further_examples(name: str) -> None:
-    check(run(*TORCHRUN, *CLI, f"examples/{name}.yaml", *SHORT, "--trainer.devices=2"))
+STRATEGIES = {
+    "ad_psgd": dsgd.ADPSGDStrategy,
+    "adasync": dsgd.AdaSyncStrategy,
+    "config": dsgd.BackupWorkersStrategy,
+    "cyclic_delay": dsgd.CyclicDelayStrategy,
+    "dc_s3gd": dsgd.DCS3GDStrategy,
+}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda f: f.stem)
+def test_every_example_in_yaml_is_understood(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["cli.py", "--config", str(file)])
+    trainer = LightningCLI(Classifier, Digits, run=False).trainer
+    assert type(trainer.strategy) is STRATEGIES[file.stem]
 
 
 def test_a_bad_value_in_yaml_is_refused_by_name() -> None:

@@ -116,6 +116,8 @@ def test_resuming_restores_the_policy(trained: Path) -> None:
 
 
 def test_resuming_on_another_number_of_ranks(trained: Path) -> None:
+    if trained.parent.name.startswith("horovodrun"):
+        pytest.skip("a checkpoint is the same whoever wrote it: one launch is enough")
     launch("torchrun", ["training.resume_on_fewer"], trained.parent, ranks=2)
     ranks = results(trained, "resume_on_fewer", ranks=2)
     assert {rank["epochs"] for rank in ranks} == {5}

@@ -10,6 +10,7 @@ import importlib
 import os
 import pickle
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def main() -> None:
         scenarios = importlib.import_module(f"tests.ranks.{module}")
         out = Path(sys.argv[1], module)
         out.mkdir(exist_ok=True)
+        began = time.monotonic()
         result = outcome(getattr(scenarios, name), out)
+        print(f"{given}: {time.monotonic() - began:.1f} s", flush=True)
         (out / f"{name}.{rank()}.pickle").write_bytes(pickle.dumps(result))
 
 

@@ -72,7 +72,7 @@ def share_of_slow_rank(out: Path) -> Result:
         delays = dsgd.Stragglers()
         for rank in range(4):
             delays.slow(rank, seconds=0.4 if rank == 3 else 0.04)
-        shares[cls.strategy_name] = train(strategy, delays=delays, max_steps=140)["tally"]
+        shares[cls.strategy_name] = train(strategy, delays=delays, max_steps=110)["tally"]
     return shares
 
 
