@@ -249,10 +249,15 @@ PREDICTED: dict[str, Case] = {
 
 def prediction(repetitions: int, write: bool) -> None:
     """Real runs against simulations from their own records, and from a synchronous run's."""
-    from lightning_dsgd.simulate.replay import predict, recorded_cluster, replay
+    from lightning_dsgd.simulate.replay import (
+        measured_seconds_per_update,
+        predict,
+        recorded_cluster,
+        replay,
+    )
     from lightning_dsgd.trace import read_trace
 
-    common: Case = {"steps": 320, "warm_up": 20, "widths": [16], "batch": 8, "lr": 0.01}
+    common: Case = {"steps": 320, "widths": [16], "batch": 8, "lr": 0.01}
     common["stragglers"] = [{"kind": "exponential", "mean": 0.06}]
     own: dict[str, list[float]] = {name: [] for name in PREDICTED}
     other: dict[str, list[float]] = {name: [] for name in PREDICTED}
@@ -263,7 +268,7 @@ def prediction(repetitions: int, write: bool) -> None:
             for number, case in enumerate(PREDICTED.values()):
                 arguments = {**case.get("arguments", {}), "trace": f"{folder}/{number}"}
                 cases.append({**common, **case, "arguments": arguments, "seed": seed})
-            results = launch(cases)
+            launch(cases)
             traces = [read_trace(f"{folder}/{number}") for number in range(len(cases))]
         for trace in traces:
             difference = replay(trace)
@@ -271,21 +276,21 @@ def prediction(repetitions: int, write: bool) -> None:
                 raise SystemExit(f"{trace.header.strategy}, replayed: {difference}")
             decisions += len(trace.decisions)
         synchronous = recorded_cluster(traces[0])
-        for name, trace, result in zip(PREDICTED, traces, results, strict=True):
+        for name, trace in zip(PREDICTED, traces, strict=True):
             for found, cluster in ((own, recorded_cluster(trace)), (other, synchronous)):
                 predicted = statistics.mean(
                     predict(trace, updates=320, seed=draw, cluster=cluster).seconds_per_update
                     for draw in range(10)
                 )
-                found[name].append(predicted / result[0]["per_update"])
+                found[name].append(predicted / measured_seconds_per_update(trace))
     rows = [[name, spread(own[name], 3), spread(other[name], 3)] for name in PREDICTED]
     head = ["predicted / measured seconds per update", "from its own record"]
     text = table([*head, "from the synchronous run's"], rows)
     text += (
-        f"\n\nMedian and range of {repetitions} launches; 300 updates are measured, ten "
-        "simulations are averaged. A record gives compute times, exchange and overhead; a "
-        "synchronous one knows nothing of broadcasts, which are taken as half an all-reduce. "
-        "AdaSync is told the losses of its own run. "
+        f"\n\nMedian and range of {repetitions} launches; of 320 updates the first tenth "
+        "counts neither in the run nor in the ten simulations. A record gives compute times, "
+        "exchange and overhead; a synchronous one knows nothing of broadcasts, which are taken as "
+        "half an all-reduce. AdaSync is told the losses of its own run. "
         f"All {decisions} decisions came out the same when replayed."
     )
     command = _command("prediction", repetitions)

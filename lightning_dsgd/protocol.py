@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of everything that is sent or recorded."""
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+    """Base of everything that is sent or recorded; nothing in it refers back to it."""
 
 
 # --------------------------------------------------------------------------- events

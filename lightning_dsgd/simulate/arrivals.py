@@ -29,7 +29,6 @@ class SortedArrivals:
         self._told = np.full(cluster.workers, policy.version)
         self._times = cluster.times
         self._now = 0.0
-        self._exchange = 0.0
 
     def run(self, updates: int, progress: Progress | None = None) -> Result:
         """Simulate so many updates."""
@@ -63,10 +62,8 @@ class SortedArrivals:
         handle = self.policy.handle
         version = self.policy.version
         start = self._now + self.cluster.control
-        exchange = self._exchange
         for count, (rank, took) in enumerate(zip(ranks, seconds, strict=True), start=1):
-            event = Contribution(rank, version, version, 1, None, (took,), exchange)
-            decisions = handle(event, start + took)
+            decisions = handle(Contribution(rank, version, version), start + took)
             if decisions:
                 self._now = start + took
                 return count, list(decisions)
@@ -74,8 +71,8 @@ class SortedArrivals:
 
     def _note(self, decision: Round) -> None:
         kind = "all_reduce" if len(decision.workers) > 1 else "broadcast"
-        self._exchange = self.cluster.exchange(kind) if self.cluster.workers > 1 else 0.0
-        there = self._now + self.cluster.control + self._exchange
+        exchange = self.cluster.exchange(kind) if self.cluster.workers > 1 else 0.0
+        there = self._now + self.cluster.control + exchange
         self._now = there + self.cluster.overhead
         self.result.times.append(there)
         self.result.sizes.append(len(decision.workers))

@@ -130,15 +130,25 @@ def overhead_time(trace: Trace) -> float:
 
 
 def _network(trace: Trace) -> Network:
-    """What the run's exchanges took, whichever kind they were; the other kind is derived.
+    """What each kind of exchange took; a kind that the run did not use is derived.
 
     An all-reduce is a reduction and a broadcast, so a broadcast takes half of it.
     """
-    rounds = [decision for _, decision in trace.decisions if isinstance(decision, Round)]
-    alone = sum(len(set(decision.workers)) == 1 for decision in rounds)
-    seconds = exchange_time(trace)
-    broadcast = seconds if 2 * alone > len(rounds) else seconds / 2
-    return Network(Link(2 * broadcast), Link(broadcast), Link(broadcast))
+    rounds = (decision for _, decision in trace.decisions if isinstance(decision, Round))
+    alone = {decision.number: len(set(decision.workers)) == 1 for decision in rounds}
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for part in _contributions(trace):
+        if part.exchange > 0.0 and part.version in alone:
+            took[alone[part.version]].append(part.exchange)
+    broadcast, reduce = _settled(took[True]), _settled(took[False])
+    if broadcast is None:
+        broadcast = reduce / 2 if reduce is not None else exchange_time(trace)
+    return Network(Link(reduce or 2 * broadcast), Link(broadcast), Link(broadcast))
+
+
+def _settled(durations: list[float]) -> float | None:
+    """Their mean without the first tenth, which connects; None where there are too few."""
+    return fmean(durations[len(durations) // 10 :]) if len(durations) >= 10 else None
 
 
 def _arrivals(trace: Trace) -> dict[int, float]:
