@@ -336,9 +336,9 @@ def test_unequal_shares_of_data_are_refused(out: Path) -> None:
 def test_a_lost_rank_ends_the_others_by_name(
     launcher: str, name: str, error: str, tmp_path: Path
 ) -> None:
-    process = launch(launcher, [f"dc_s3gd.{name}"], tmp_path, timeout=120)
+    process = launch(launcher, [f"dc_s3gd.{name}"], tmp_path, ranks=3, timeout=120)
     assert process.returncode != 0
-    for rank in {0, 1, 3}:
+    for rank in (0, 1):
         ended = tmp_path / "dc_s3gd" / f"ended.{rank}"
         said = ended.read_text() if ended.exists() else process.stdout
         assert error in said, f"rank {rank}: {said}\n{process.stdout[-4000:]}"

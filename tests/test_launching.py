@@ -43,35 +43,39 @@ def test_the_example_runs_as_documented(line: list[str]) -> None:
     assert "accuracy 0." in output and "s/gradient" in output
 
 
-FORMS = {
-    "yaml": ["--trainer.strategy.cancel_late=true"],
-    "another class": ["--trainer.strategy=lightning_dsgd.KAsyncStrategy", "--trainer.strategy.k=1"],
-    "dotted name alone": ["--trainer.strategy=lightning_dsgd.KSyncStrategy"],
-    "registered name": ["--trainer.strategy=k_batch_async"],
-}
+def test_lightning_cli_by_horovodrun() -> None:
+    check(run(*HOROVODRUN, *CONFIG, *SHORT, "--trainer.strategy.cancel_late=true"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_lightning_cli(form: str) -> None:
-    launcher = HOROVODRUN if form in ("yaml", "registered name") else TORCHRUN
-    devices = [] if launcher is HOROVODRUN else ["--trainer.devices=2"]
-    check(run(*launcher, *CONFIG, *SHORT, *devices, *FORMS[form]))
+def test_lightning_cli_by_torchrun() -> None:
+    other = ["--trainer.strategy=lightning_dsgd.KAsyncStrategy", "--trainer.strategy.k=1"]
+    check(run(*TORCHRUN, *CONFIG, *SHORT, "--trainer.devices=2", *other))
 
 
-STRATEGIES = {
-    "ad_psgd": dsgd.ADPSGDStrategy,
-    "adasync": dsgd.AdaSyncStrategy,
+CONFIGURED = {
     "config": dsgd.BackupWorkersStrategy,
+    "config --trainer.strategy=lightning_dsgd.KSyncStrategy": dsgd.KSyncStrategy,
+    "config --trainer.strategy=k_batch_async": dsgd.KBatchAsyncStrategy,
+    "adasync": dsgd.AdaSyncStrategy,
     "cyclic_delay": dsgd.CyclicDelayStrategy,
     "dc_s3gd": dsgd.DCS3GDStrategy,
+    "ad_psgd": dsgd.ADPSGDStrategy,
 }
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda f: f.stem)
-def test_every_example_in_yaml_is_understood(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["cli.py", "--config", str(file)])
+@pytest.mark.parametrize("line", CONFIGURED)
+def test_every_example_and_form_is_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed and built as the command does it, without training."""
+    name, *overrides = line.split()
+    config = str(ROOT / "examples" / f"{name}.yaml")
+    monkeypatch.setattr("sys.argv", ["cli.py", "--config", config, *overrides])
     trainer = LightningCLI(Classifier, Digits, run=False).trainer
-    assert type(trainer.strategy) is STRATEGIES[file.stem]
+    assert type(trainer.strategy) is CONFIGURED[line]
+
+
+def test_every_example_is_tried() -> None:
+    files = {file.stem for file in (ROOT / "examples").glob("*.yaml")}
+    assert files == {line.split()[0] for line in CONFIGURED}
 
 
 def test_a_bad_value_in_yaml_is_refused_by_name() -> None:
