@@ -152,6 +152,9 @@ class GossipExchange:
         self._closing = True
         self._thread.join(timeout=10.0)
         self._alarm.forget(self._wake)
+        if not self._thread.is_alive():
+            for channel in self._pairs.values():
+                channel.close()
 
     def _await(self, condition: Callable[[], bool], reason: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -100,6 +100,8 @@ class Pipeline:
             self._changed.notify_all()
         self._thread.join(timeout=10.0)
         self._alarm.forget(self._wake)
+        if not self._thread.is_alive():
+            self._channel.close()
 
     def _announce(self) -> None:
         """The coordinator counts who has come, and so can name who has not."""

@@ -157,6 +157,8 @@ class RoundsExchange:
         self._closing = True
         self._thread.join(timeout=5.0)
         self._alarm.forget(self._wake)
+        if not self._thread.is_alive():
+            self._channel.close()
 
     def _wake(self) -> None:
         with self._changed:

@@ -54,6 +54,10 @@ class Channel(abc.ABC):
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors of one shape, stacked along a new first dimension."""
 
+    def close(self) -> None:
+        """No rank will use it again: give back what it holds."""
+        return
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.sum_(torch.zeros(1))

@@ -48,7 +48,6 @@ class TorchBackend(Backend):
         self._on_gpu = device.type == "cuda" and dist.is_nccl_available()
         store = _store(address, port, rank, world_size, timeout)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
-        self._groups: list[Any] = []
         self._channels: list[TorchChannel] = []
         _backends.add(self)
         self._opened = 0
@@ -72,20 +71,17 @@ class TorchBackend(Backend):
             group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         else:
             group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=self.timeout))
-        self._groups.append(group)
         channel = TorchChannel(name, group, self)
         self._channels.append(channel)
         return channel
 
     def close(self) -> None:
-        """End the groups' own threads, unless an operation is under way."""
-        if not any(channel.busy for channel in self._channels):
-            self._groups.clear()
-            for channel in self._channels:
-                channel.group = None
+        """Close all channels."""
+        for channel in self._channels:
+            channel.close()
 
     def abandon(self) -> None:
-        _abandoned.extend(self._groups)
+        _abandoned.extend(channel.group for channel in self._channels)
 
 
 class TorchChannel(Channel):
@@ -97,6 +93,11 @@ class TorchChannel(Channel):
         self.busy = False
         """An operation has been started and has not ended."""
         self.stream = torch.cuda.Stream() if backend._on_gpu else None
+
+    def close(self) -> None:
+        """End the group's threads, which look around a hundred times a second; not if one is busy."""
+        if not self.busy:
+            self.group = None
 
     def sum_(self, tensor: Tensor) -> None:
         self._finish(lambda: self.group.allreduce([tensor]))
