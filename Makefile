@@ -10,10 +10,8 @@ STAMP := .venv/.ready
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
 
-# What fails is tried once more and stays in the output: passing then means flaky, which is a bug.
 test: check
-	$(BIN)/python -m pytest || { echo "=== second try"; \
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	$(BIN)/python -m pytest
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -95,7 +95,7 @@ class TorchChannel(Channel):
         self.stream = torch.cuda.Stream() if backend._on_gpu else None
 
     def close(self) -> None:
-        """End the group's threads, which look around a hundred times a second; not if one is busy."""
+        """End the group's threads, which wake a hundred times a second; not in an operation."""
         if not self.busy:
             self.group = None
 
