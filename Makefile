@@ -20,11 +20,10 @@ check: $(STAMP)
 
 venv: $(STAMP)
 
-# constraints.txt keeps pip from choosing a torch with gigabytes of CUDA libraries. What is imported is
-# compiled then; compiling all that is installed takes longer.
+# constraints.txt keeps pip from choosing a torch with gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	command -v cmake >/dev/null || $(BIN)/pip install -q 'cmake<4'
 	$(BIN)/lightning-dsgd install-horovod
 	touch $@
