@@ -22,6 +22,8 @@ from lightning_dsgd.simulate.strategies import behaviour, run_policy
 from lightning_dsgd.trace import Trace, TraceError, make_policy
 
 _QUANTILES = 1000
+_ENOUGH = 10
+"""Exchanges of one kind from which its duration can be told."""
 NEVER_SEEN = 10.0
 """A rank that never delivered in time counts as so many times slower than the slowest delivery."""
 
@@ -105,9 +107,7 @@ def uncensored(finished: list[float], cancelled: list[float]) -> list[float]:
 
 def exchange_time(trace: Trace) -> float:
     """The mean duration of a collective, without the first ones, which connect."""
-    durations = [part.exchange for part in _contributions(trace) if part.exchange > 0.0]
-    settled = durations[len(durations) // 10 :]
-    return fmean(settled) if settled else 0.0
+    return _settled([part.exchange for part in _contributions(trace) if part.exchange > 0.0])
 
 
 def overhead_time(trace: Trace) -> float:
@@ -134,21 +134,23 @@ def _network(trace: Trace) -> Network:
 
     An all-reduce is a reduction and a broadcast, so a broadcast takes half of it.
     """
-    rounds = (decision for _, decision in trace.decisions if isinstance(decision, Round))
-    alone = {decision.number: len(set(decision.workers)) == 1 for decision in rounds}
+    alone = {decision.number: len(set(decision.workers)) == 1 for decision in _rounds(trace)}
     took: dict[bool, list[float]] = {True: [], False: []}
     for part in _contributions(trace):
         if part.exchange > 0.0 and part.version in alone:
             took[alone[part.version]].append(part.exchange)
-    broadcast, reduce = _settled(took[True]), _settled(took[False])
+    broadcast, reduce = (
+        _settled(took[kind]) if len(took[kind]) >= _ENOUGH else None for kind in (True, False)
+    )
     if broadcast is None:
         broadcast = reduce / 2 if reduce is not None else exchange_time(trace)
     return Network(Link(reduce or 2 * broadcast), Link(broadcast), Link(broadcast))
 
 
-def _settled(durations: list[float]) -> float | None:
-    """Their mean without the first tenth, which connects; None where there are too few."""
-    return fmean(durations[len(durations) // 10 :]) if len(durations) >= 10 else None
+def _settled(durations: list[float]) -> float:
+    """Their mean without the first tenth, which connects."""
+    settled = durations[len(durations) // 10 :]
+    return fmean(settled) if settled else 0.0
 
 
 def _arrivals(trace: Trace) -> dict[int, float]:
@@ -193,8 +195,7 @@ class RecordedLoss:
     """A learner that learns what was learned: each update's loss is the recorded one."""
 
     def __init__(self, trace: Trace) -> None:
-        rounds = (decision for _, decision in trace.decisions if isinstance(decision, Round))
-        self._losses = [decision.loss for decision in rounds if decision.loss is not None]
+        self._losses = [part.loss for part in _rounds(trace) if part.loss is not None]
         if not self._losses:
             raise TraceError("the trace holds no losses, and its policy decides by them")
         self._update = 0
@@ -268,3 +269,7 @@ def _kind(trace: Trace) -> str:
 
 def _contributions(trace: Trace) -> list[Contribution]:
     return [event for _, event in trace.events if isinstance(event, Contribution)]
+
+
+def _rounds(trace: Trace) -> list[Round]:
+    return [decision for _, decision in trace.decisions if isinstance(decision, Round)]
