@@ -18,7 +18,7 @@ from lightning_dsgd.gradients import FlatLayout
 from lightning_dsgd.points import Points
 from lightning_dsgd.warmup import WeightDecayWarmup
 from lightning_dsgd_plugins.dc_s3gd import compensate
-from tests.launching import launch, read, results
+from tests.launching import read, results
 from tests.ranks.toy import BATCH, LR, MOMENTUM, Toy, dataset, flat, trainer_for
 
 RANKS = 4
@@ -321,27 +321,6 @@ def test_unequal_shares_of_data_are_refused(out: Path) -> None:
     for outcome in read(out, "unequal"):
         assert outcome["error"] == "ConfigurationError"
         assert "rank 1: 4" in outcome["message"]
-
-
-# -------------------------------------------------------------------------- failures
-
-
-@pytest.mark.parametrize(
-    ("launcher", "name", "error"),
-    [
-        ("torchrun", "raised", "PeerFailedError: rank 2 failed: OSError: the disk is full"),
-        ("horovodrun", "killed", "PeerLostError: rank 2 is lost"),
-    ],
-)
-def test_a_lost_rank_ends_the_others_by_name(
-    launcher: str, name: str, error: str, tmp_path: Path
-) -> None:
-    process = launch(launcher, [f"dc_s3gd.{name}"], tmp_path, ranks=3, timeout=120)
-    assert process.returncode != 0
-    for rank in (0, 1):
-        ended = tmp_path / "dc_s3gd" / f"ended.{rank}"
-        said = ended.read_text() if ended.exists() else process.stdout
-        assert error in said, f"rank {rank}: {said}\n{process.stdout[-4000:]}"
 
 
 # --------------------------------------------------------------------------- warm-up

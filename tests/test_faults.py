@@ -13,13 +13,14 @@ import pytest
 from tests.launching import ROOT, command, environment
 from tests.ranks.faulty import RANKS
 
-CASES = [
-    ("torchrun", "kill", 0),
-    ("torchrun", "raise", 1),
-    ("torchrun", "stop", 1),
-    ("horovodrun", "kill", 1),
-    ("horovodrun", "raise", 0),
-    ("horovodrun", "stop", 2),
+LAUNCHES = [
+    ["torchrun", "backup_workers:raise:1", "dc_s3gd:raise:2", "backup_workers:kill:0"],
+    ["torchrun", "backup_workers:stop:1"],
+    ["torchrun", "ad_psgd:raise:2", "ad_psgd:kill:1"],
+    ["horovodrun", "backup_workers:raise:0", "backup_workers:kill:1"],
+    ["horovodrun", "backup_workers:stop:2"],
+    ["horovodrun", "dc_s3gd:kill:2"],
+    ["horovodrun", "ad_psgd:kill:2"],
 ]
 
 ERRORS = {
@@ -27,10 +28,11 @@ ERRORS = {
     "raise": {"PeerFailedError"},
     "stop": {"PeerLostError", "RoundTimeoutError"},  # silent for `timeout`: either may say so first
 }
+LIMITS = {"kill": 10.0, "raise": 10.0, "stop": 10.0 + 5.0}  # after the `timeout` of 5 s
 
 
-def run(launcher: str, kind: str, victim: int, out: Path) -> int:
-    line = [*command(launcher, RANKS), "-m", "tests.ranks.faulty", kind, str(victim), str(out)]
+def run(launcher: str, cases: list[str], out: Path) -> int:
+    line = [*command(launcher, RANKS), "-m", "tests.ranks.faulty", str(out), *cases]
     with (out / "output.txt").open("w") as output:
         process = subprocess.Popen(
             line,
@@ -61,24 +63,29 @@ def all_gone(pids: list[int], seconds: float = 20.0) -> bool:
     return not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize(("launcher", "kind", "victim"), CASES)
-def test_the_others_name_the_rank_and_end(
-    launcher: str, kind: str, victim: int, tmp_path: Path
-) -> None:
-    code = run(launcher, kind, victim, tmp_path)
-    log = (tmp_path / "output.txt").read_text()[-5000:]
-    assert code != 0, log
-    fault = json.loads((tmp_path / "fault").read_text())
+def check(case: str, out: Path, log: str) -> list[int]:
+    """What the others noted of one case; returns the processes."""
+    _, kind, victim = case.split(":")
+    fault = json.loads((out / "fault").read_text())
     pids = [fault["pid"]]
-    limit = 10.0 + (5.0 if kind == "stop" else 0.0)
-    for rank in range(RANKS):
-        if rank == victim:
-            continue
-        report = json.loads((tmp_path / f"end.{rank}").read_text())
+    for rank in sorted(set(range(RANKS)) - {int(victim)}):
+        report = json.loads((out / f"end.{rank}").read_text())
         pids.append(report["pid"])
         assert f"rank {victim}" in report["end"], (report, log)
         assert report["end"].split(":")[0] in ERRORS[kind], (report, log)
-        assert report["time"] - fault["time"] < limit, report
+        assert report["time"] - fault["time"] < LIMITS[kind], report
+        assert report["threads"] == [], report
     if kind == "raise":
-        assert "the victim's own mistake" in log
+        assert "the victim's own mistake" in json.loads((out / f"end.{victim}").read_text())["end"]
+    return pids
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=" ".join)
+def test_the_others_name_the_rank_and_end(launch: list[str], tmp_path: Path) -> None:
+    launcher, *cases = launch
+    code = run(launcher, cases, tmp_path)
+    log = (tmp_path / "output.txt").read_text()[-5000:]
+    assert code != 0, log
+    for case in cases:
+        pids = check(case, tmp_path / case, log)
     assert all_gone(pids), f"left behind: {[pid for pid in pids if alive(pid)]}"

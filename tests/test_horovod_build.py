@@ -128,8 +128,9 @@ def test_without_torch_there_is_nothing_to_build_against(
 )
 def test_the_launcher_raises_old_standards_only(tmp_path: Path, given: str, passed: str) -> None:
     launcher = command.write_launcher(tmp_path)
-    done = subprocess.run([launcher, "echo", "-O2", given, "a b"], capture_output=True, text=True)
-    assert done.stdout == f"-O2 {passed} a b\n"
+    line = [launcher, "echo", "-O2", "-g", given, "-gz", "a b"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.stdout == f"-O2 {passed} -gz a b\n", "no debug information, no other change"
 
 
 # --- the build ----------------------------------------------------------------------------------

@@ -1,12 +1,7 @@
-"""Scenarios for AD-PSGD on four ranks; run as a program, a rank comes to harm.
-
-python -m tests.ranks.ad_psgd KIND VICTIM OUT
-"""
+"""Scenarios for AD-PSGD on four ranks."""
 
 from __future__ import annotations
 
-import signal
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +14,6 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 import lightning_dsgd as dsgd
-from tests.ranks.faulty import RANKS, Harm, note, wait_for_the_others
 from tests.ranks.toy import Toy, digest, flat, loader, trainer_for
 
 Result = dict[str, Any]
@@ -207,7 +201,7 @@ def refuses_inside(out: Path) -> Result:
             self.log("loss", loss, on_step=True, sync_dist=True)
             return loss
 
-    return {"message": _refused(module=PerStep(), devices=2)}
+    return {"message": _refused(module=PerStep())}
 
 
 def small_things(out: Path) -> Result:
@@ -225,21 +219,3 @@ def small_things(out: Path) -> Result:
     trainer_for(strategy, max_epochs=2).fit(module, endless)
     assert strategy.tally is not None
     return {"gradients": sum(c.gradients for c in strategy.tally.ranks), "digest": digest(module)}
-
-
-def main() -> None:
-    kind, victim, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    strategy = dsgd.ADPSGDStrategy(timeout=60.0)
-    trainer = trainer_for(strategy, [Harm(kind, victim, out)], devices=RANKS, max_epochs=99)
-    try:
-        trainer.fit(Toy(), loader())
-        note(out, "finished")
-    except BaseException as error:
-        note(out, f"{type(error).__name__}: {error}")
-        wait_for_the_others(out, victim)
-        raise
-
-
-if __name__ == "__main__":
-    main()

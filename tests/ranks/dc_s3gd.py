@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -229,40 +228,3 @@ def unequal(out: Path) -> Result:
     trainer = trainer_for(DCS3GDStrategy(timeout=TIMEOUT), **options)
     trainer.fit(Toy(), DataLoader(mine, batch_size=BATCH))
     return {}
-
-
-# -------------------------------------------------------------------------- failures
-
-
-class _Trouble(pl.Callback):
-    def __init__(self, out: Path, kind: str) -> None:
-        self.out, self.kind = out, kind
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if trainer.global_step == 5 and trainer.global_rank == 2:
-            (self.out / "trouble").touch()
-            if self.kind == "killed":
-                os.kill(os.getpid(), 9)
-            raise OSError("the disk is full")
-
-
-def _failing(kind: str) -> Any:
-    def scenario(out: Path) -> Result:
-        """Each rank notes how it ended and stays until the others have: launchers do not wait."""
-        began, error = time.monotonic(), "none"
-        try:
-            fit(Toy(), 200, callbacks=[_Trouble(out, kind)])
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        threads = our_threads()
-        (out / f"ended.{RANK}").write_text(error)
-        others = RANKS - 1 if kind == "killed" else RANKS
-        while len(list(out.glob("ended.*"))) < others and time.monotonic() - began < 40:
-            time.sleep(0.05)
-        return {"error": error, "threads": threads}
-
-    return scenario
-
-
-raised = _failing("raised")
-killed = _failing("killed")

@@ -1,9 +1,10 @@
 """One rank comes to harm in the middle of an epoch; every other notes how its run ended.
 
-    python -m tests.ranks.faulty KIND VICTIM OUT
+    python -m tests.ranks.faulty OUT STRATEGY:KIND:VICTIM...
 
-A launcher ends all ranks as soon as one is gone. To see what each would do by itself, ranks ignore
-its signal and leave only when the others have noted their end too.
+KIND is raise, kill or stop; after a raise the same processes go on with the next case. A launcher
+ends all ranks as soon as one is gone. To see what each would do by itself, ranks ignore its signal
+and leave only when the others have noted their end too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,13 @@ STEP = 6
 
 
 class Harm(pl.Callback):
+    """What happens to the victim, when it begins its step number STEP."""
+
     def __init__(self, kind: str, victim: int, out: Path) -> None:
         self.kind, self.victim, self.out = kind, victim, out
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Lightning's own handler would end the run
 
     def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
         time.sleep(0.01)
@@ -40,35 +47,52 @@ class Harm(pl.Callback):
         os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
 
 
+def strategy_for(name: str, kind: str) -> Any:
+    timeout = 5.0 if kind == "stop" else 60.0
+    if name == "backup_workers":
+        return dsgd.BackupWorkersStrategy(backups=0, timeout=timeout)
+    return {"dc_s3gd": dsgd.DCS3GDStrategy, "ad_psgd": dsgd.ADPSGDStrategy}[name](timeout=timeout)
+
+
 def note(out: Path, text: str) -> None:
-    report = {"end": text, "time": time.time(), "pid": os.getpid()}
-    (out / f"end.{rank()}").write_text(json.dumps(report))
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("dsgd")]
+    report = {"end": text, "time": time.time(), "pid": os.getpid(), "threads": threads}
+    (out / f"end.{rank()}.part").write_text(json.dumps(report))
+    (out / f"end.{rank()}.part").rename(out / f"end.{rank()}")
 
 
-def wait_for_the_others(out: Path, victim: int) -> None:
+def wait_for_the_others(out: Path, kind: str, victim: int) -> None:
     """A stopped process cannot end itself, so the first survivor does it."""
-    expected = RANKS - 1
+    expected = RANKS if kind == "raise" else RANKS - 1
     deadline = time.monotonic() + 30
-    while len(list(out.glob("end.*"))) < expected and time.monotonic() < deadline:
+    while len(list(out.glob("end.?"))) < expected and time.monotonic() < deadline:
         time.sleep(0.05)
-    if sys.argv[1] == "stop" and rank() == (victim + 1) % RANKS:
+    if kind == "stop" and rank() == (victim + 1) % RANKS:
         os.kill(json.loads((out / "fault").read_text())["pid"], signal.SIGKILL)
 
 
-def main() -> None:
-    kind, victim, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    strategy = dsgd.BackupWorkersStrategy(backups=0, timeout=5.0 if kind == "stop" else 60.0)
-    trainer = trainer_for(
-        strategy, [Harm(kind, victim, out)], devices=RANKS, max_steps=400, max_epochs=-1
-    )
+def run(case: str, out: Path) -> BaseException | None:
+    """One case, to the end of this rank's training."""
+    name, kind, victim = case.split(":")
+    out.mkdir(exist_ok=True)
+    harm = Harm(kind, int(victim), out)
+    trainer = trainer_for(strategy_for(name, kind), [harm], devices=RANKS, max_epochs=99)
     try:
         trainer.fit(Toy(), loader())
         note(out, "finished")
+        return None
     except BaseException as error:
         note(out, f"{type(error).__name__}: {error}")
-        wait_for_the_others(out, victim)
-        raise
+        wait_for_the_others(out, kind, int(victim))
+        return error
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    out, cases = Path(sys.argv[1]), sys.argv[2:]
+    *_, last = [run(case, out / case) for case in cases]
+    if last is not None:
+        raise last
 
 
 if __name__ == "__main__":
