@@ -9,52 +9,23 @@ sudo python -m benchmarks.slow_network --report
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Case, report, table
+from benchmarks.network import address, network
 
 RANKS = 4
-BRIDGE = "dsgd-bridge"
-
-
-def sh(line: str, check: bool = True) -> None:
-    subprocess.run(line.split(), check=check, capture_output=not check)
-
-
-@contextlib.contextmanager
-def slow_network(rate: str) -> Iterator[list[str]]:
-    """Namespaces dsgd-0 to dsgd-3, addresses 10.77.0.1 to .4, each sending at most at `rate`."""
-    names = [f"dsgd-{rank}" for rank in range(RANKS)]
-    try:
-        sh(f"ip link add {BRIDGE} type bridge")
-        sh(f"ip link set {BRIDGE} up")
-        for rank, name in enumerate(names):
-            inside = f"ip netns exec {name}"
-            sh(f"ip netns add {name}")
-            sh(f"ip link add dsgd-veth{rank} type veth peer name eth0 netns {name}")
-            sh(f"ip link set dsgd-veth{rank} master {BRIDGE} up")
-            sh(f"{inside} ip address add 10.77.0.{rank + 1}/24 dev eth0")
-            sh(f"{inside} ip link set lo up")
-            sh(f"{inside} ip link set eth0 up")
-            sh(f"{inside} tc qdisc add dev eth0 root tbf rate {rate} burst 32kb latency 400ms")
-        yield names
-    finally:
-        for name in names:
-            sh(f"ip netns del {name}", check=False)
-        sh(f"ip link del {BRIDGE}", check=False)
 
 
 def launch(cases: list[Case], rate: str) -> list[list[Any]]:
     """Every rank's results, [case][rank], one process per namespace."""
-    with slow_network(rate) as names, tempfile.TemporaryDirectory() as folder:
+    with network(RANKS, rate) as names, tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cases.json")
         file.write_text(json.dumps(cases))
         program = [sys.executable, "-m", "benchmarks.worker", str(file), folder]
@@ -90,11 +61,10 @@ def environment(rank: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(RANKS),
         "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_ADDR": address(0),
         "MASTER_PORT": "29477",
         "TORCHELASTIC_RUN_ID": "slow-network",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "LIGHTNING_DSGD_ADDRESS": "10.77.0.1",
+        "GLOO_SOCKET_IFNAME": "eth0",  # for the rival
     }
 
 

@@ -7,12 +7,16 @@ learn why and that no thread is left. What is exchanged meanwhile is the subclas
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
+
+import zmq
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.control import Control
 from lightning_dsgd.coordinator import Coordinator
-from lightning_dsgd.errors import RunError
+from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.hosts import ADDRESS, control_address
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.strategy import CollectiveStrategy
 from lightning_dsgd.trace import TraceWriter
@@ -40,14 +44,22 @@ class CoordinatedStrategy(CollectiveStrategy):
     def connect_control(self, policy: Policy | None, trace: TraceWriter | None = None) -> Control:
         """Join the control plane; collective. Rank 0 brings the policy, the others None."""
         assert self._main is not None
-        address, ticket = self.control_address(), None
+        places = self.places()
+        address = control_address(places[self.global_rank], places)
         if policy is not None:
-            self._coordinator = Coordinator(
-                policy, self.world_size, address, timeout=self.timeout, trace=trace, warn=say
+            with contextlib.suppress(zmq.ZMQError):  # the port; what to do about it follows
+                self._coordinator = Coordinator(
+                    policy, self.world_size, address, timeout=self.timeout, trace=trace, warn=say
+                )
+                self._coordinator.start()
+        ticket = self._coordinator.ticket if self._coordinator is not None else None
+        ticket, address = self._main.broadcast_object((ticket, address))
+        if ticket is None:
+            raise ConfigurationError(
+                f"rank 0 cannot listen at {address or 'any address that other hosts reach'}; set "
+                f"{ADDRESS} to an address of its host that the other hosts reach"
             )
-            self._coordinator.start()
-            ticket = self._coordinator.ticket
-        self._control = Control(self._main.broadcast_object(ticket), self.global_rank, self.alarm)
+        self._control = Control(ticket, self.global_rank, self.alarm)
         return self._control
 
     def finish(self) -> None:

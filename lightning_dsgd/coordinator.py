@@ -88,7 +88,7 @@ class Coordinator:
         self._warn = warn
         self._context = zmq.Context()
         self._socket, key = self._open()
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
+        port = self._bind(address)
         self.ticket = Ticket(f"tcp://{address}:{port}", key, timeout)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._greeted: set[bytes] = set()
@@ -108,6 +108,13 @@ class Coordinator:
         socket.linger = 1000
         set_heartbeat(socket, self._timeout)
         return socket, public
+
+    def _bind(self, address: str) -> int:
+        try:
+            return self._socket.bind_to_random_port(f"tcp://{address}")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
 
     def start(self) -> None:
         """Begin to serve."""

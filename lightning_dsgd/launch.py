@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import torch
 
 from lightning_dsgd.backends import horovod_launched
+from lightning_dsgd.hosts import LOOPBACK
 from lightning_dsgd.worlds import LightningEnvironment
 
 
@@ -25,7 +25,9 @@ class HorovodEnvironment(LightningEnvironment):
 
     @property
     def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+        """Where ranks meet; the launcher's own host unless somebody says otherwise."""
+        launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", LOOPBACK)
+        return os.environ.get("MASTER_ADDR", launcher)
 
     @property
     def main_port(self) -> int:
@@ -65,16 +67,3 @@ def limit_threads(local_size: int) -> None:
     """Share the host's cores among its ranks, unless the user has said otherwise."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, local_size)))
-
-
-def control_address(hosts: list[str]) -> str:
-    """The address of this host that the other hosts of the job can reach, never all of them."""
-    chosen = os.environ.get("LIGHTNING_DSGD_ADDRESS")
-    if chosen:
-        return chosen
-    others = [host for host in hosts if host != socket.gethostname()]
-    if not others:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((others[0], 9))  # sends nothing: asks the system which interface it would use
-        return str(probe.getsockname()[0])

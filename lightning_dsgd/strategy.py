@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
@@ -26,7 +25,8 @@ from lightning_dsgd.backends import (
     horovod_launched,
 )
 from lightning_dsgd.errors import BackendError, ConfigurationError
-from lightning_dsgd.launch import HorovodEnvironment, control_address, limit_threads
+from lightning_dsgd.hosts import Place, this_place
+from lightning_dsgd.launch import HorovodEnvironment, limit_threads
 from lightning_dsgd.worlds import ParallelStrategy, SubprocessLauncher, Trainer
 
 
@@ -182,10 +182,10 @@ class CollectiveStrategy(ParallelStrategy):
                     self._main.sum_(mean)
                     buffer.copy_(mean / self.world_size)
 
-    def control_address(self) -> str:
-        """Where rank 0's control plane listens."""
-        assert self._main is not None
-        return control_address(self._main.gather_objects(socket.gethostname()))
+    def places(self) -> list[Place]:
+        """Every rank's host; collective."""
+        assert self._main is not None and self.cluster_environment is not None
+        return self._main.gather_objects(this_place(self.cluster_environment.main_address))
 
     def on_exception(self, exception: BaseException) -> None:
         """Say why at once (a launcher may end us any moment), and let no stuck thread hold us."""

@@ -72,6 +72,16 @@ def test_one_worker_is_not_enough() -> None:
         trainer_for("backup_workers", devices=1, max_epochs=1).fit(Toy(), loader())
 
 
+def test_ranks_cannot_meet_at_port_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torchrun --master-port 0` sets it."""
+    given = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in {**given, "LOCAL_WORLD_SIZE": "2", **meeting}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(dsgd.ConfigurationError, match="--standalone"):
+        trainer_for("backup_workers", devices=2, max_epochs=1).fit(Toy(), loader())
+
+
 def test_an_unknown_name_is_answered_with_the_choices() -> None:
     with pytest.raises(ValueError, match="bakup_workers"):
         trainer_for("bakup_workers", devices=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import os
 import threading
 import weakref
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import Backend, Channel, Edge
+from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.hosts import Place, reachable_address, this_place
 
 _JOBS = itertools.count()
 _backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
@@ -48,6 +51,7 @@ class TorchBackend(Backend):
         self._on_gpu = device.type == "cuda" and dist.is_nccl_available()
         store = _store(address, port, rank, world_size, timeout)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
+        self._address = _own_address(self._store, rank, world_size, address)
         self._channels: list[TorchChannel] = []
         _backends.add(self)
         self._opened = 0
@@ -70,10 +74,21 @@ class TorchBackend(Backend):
         if self._on_gpu:
             group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
         else:
-            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=self.timeout))
+            group = dist.ProcessGroupGloo(store, rank, size, self._gloo())
         channel = TorchChannel(name, group, self)
         self._channels.append(channel)
         return channel
+
+    def _gloo(self) -> Any:
+        """Gloo's options; by itself it would look up the host's name, whatever that leads to."""
+        gloo: Any = dist.ProcessGroupGloo  # its options carry no types
+        known = self._address and "GLOO_SOCKET_IFNAME" not in os.environ
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self.timeout)
+        options._devices = [
+            gloo.create_device(hostname=self._address) if known else gloo.create_default_device()
+        ]
+        return options
 
     def close(self) -> None:
         """Close all channels."""
@@ -149,6 +164,10 @@ class TorchChannel(Channel):
 
 def _store(address: str, port: int, rank: int, world_size: int, timeout: float) -> dist.Store:
     """The launcher's store under torchrun; otherwise one that rank 0 opens."""
+    if port == 0:
+        raise ConfigurationError(
+            "MASTER_PORT=0 is no port to meet at; give torchrun --standalone or a --master-port"
+        )
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=max(timeout, 60.0))
     store = dist.TCPStore(
@@ -162,6 +181,14 @@ def _store(address: str, port: int, rank: int, world_size: int, timeout: float) 
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt-{attempt}", store)
+
+
+def _own_address(store: dist.Store, rank: int, world_size: int, meeting_point: str) -> str:
+    """By which the others reach this host; a collective of its own, before there is any group."""
+    own = this_place(meeting_point)
+    store.set(f"place-{rank}", json.dumps(own))
+    found = store.multi_get([f"place-{other}" for other in range(world_size)])
+    return reachable_address(own, [Place(*json.loads(place)) for place in found])
 
 
 @atexit.register

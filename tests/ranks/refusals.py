@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,16 @@ def half_precision(out: Path) -> None:
     trainer.fit(Toy(), loader())
 
 
+def address_of_nobody(out: Path) -> None:
+    os.environ["LIGHTNING_DSGD_ADDRESS"] = "203.0.113.7"
+    try:
+        _fit("backup_workers")
+    finally:
+        del os.environ["LIGHTNING_DSGD_ADDRESS"]
+
+
 EXPECTED = {
+    "address_of_nobody": "set LIGHTNING_DSGD_ADDRESS",
     "too_many_backups": "backups=4",
     "k_above_the_world": "k=5",
     "k0_above_the_world": "k=9",

@@ -1,0 +1,102 @@
+"""Two hosts with two ranks each: the launchers' own way, between network namespaces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.network import address, available, network
+from lightning_dsgd.hosts import LOOPBACK, Place, control_address, reachable_address, this_place
+from tests.launching import BIN, ROOT, environment, results
+
+HOSTS, LOCAL = 2, 2
+
+SSH = """\
+#!/bin/sh
+# in the place of ssh, called by horovodrun with options, a host and a command
+while [ "${1#-}" != "$1" ]; do
+    case $1 in -o|-p|-i) shift 2 ;; *) shift ;; esac
+done
+host=$1
+shift
+exec ip netns exec "dsgd-$((${host##*.} - 1))" sh -c "$*"
+"""
+
+
+def torchrun(names: list[str], out: Path) -> list[list[str]]:
+    """One command per host."""
+    meeting = [f"--nnodes={HOSTS}", f"--master-addr={address(0)}", "--master-port=29471"]
+    program = ["-m", "tests.ranks.run", str(out), "hosts.trains"]
+    line = [str(BIN / "torchrun"), f"--nproc-per-node={LOCAL}", *meeting]
+    return [
+        ["ip", "netns", "exec", name, *line, f"--node-rank={host}", *program]
+        for host, name in enumerate(names)
+    ]
+
+
+def horovodrun(names: list[str], out: Path) -> list[list[str]]:
+    """One command on the first host, which reaches the second by `ssh`."""
+    hosts = ",".join(f"{address(host)}:{LOCAL}" for host in range(HOSTS))
+    line = [str(BIN / "horovodrun"), "-np", str(HOSTS * LOCAL), "-H", hosts, str(BIN / "python")]
+    program = ["-m", "tests.ranks.run", str(out), "hosts.trains"]
+    return [["ip", "netns", "exec", names[0], *line, *program]]
+
+
+def run(lines: list[list[str]], out: Path) -> None:
+    shim = out / "ssh"
+    shim.write_text(SSH)
+    shim.chmod(0o755)
+    env = environment()
+    env["PATH"] = f"{out}{os.pathsep}{env['PATH']}"
+    log = (out / "output.txt").open("w")
+    options: dict[str, Any] = {"cwd": ROOT, "env": env, "stdout": log, "stderr": log}
+    processes = [subprocess.Popen(line, start_new_session=True, **options) for line in lines]
+    try:
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+        log.close()
+    assert not any(codes), (out / "output.txt").read_text()[-6000:]
+
+
+@pytest.mark.skipif(not available(), reason="needs root, iproute2 and network namespaces")
+@pytest.mark.parametrize("launcher", [torchrun, horovodrun])
+def test_every_exchange_works_between_hosts_that_share_a_name(
+    launcher: Any, tmp_path: Path
+) -> None:
+    with network(HOSTS) as names:
+        run(launcher(names, tmp_path), tmp_path)
+    ranks = results(tmp_path / "hosts", "trains")
+    for name in ("ad_psgd", "backup_workers", "dc_s3gd"):
+        assert len({rank[name] for rank in ranks}) == 1
+    assert [rank["place"].address for rank in ranks] == [
+        address(host) for host in range(HOSTS) for _ in range(LOCAL)
+    ]
+    assert len({rank["place"].network for rank in ranks}) == HOSTS
+    assert ranks[0]["endpoint"].startswith(f"tcp://{address(0)}:")
+
+
+def test_one_host_needs_no_network() -> None:
+    here = this_place("no-such-host.invalid")
+    assert here.address == ""
+    assert reachable_address(here, [here, here]) == LOOPBACK
+
+
+def test_without_a_way_no_address_is_made_up() -> None:
+    here, there = Place("here", LOOPBACK), Place("there", "")
+    assert reachable_address(here, [here, there]) == ""
+    assert reachable_address(here, [here, Place("there", LOOPBACK)]) == ""
+
+
+def test_the_user_chooses_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Place("here", LOOPBACK)
+    monkeypatch.setenv("LIGHTNING_DSGD_ADDRESS", "localhost")
+    assert control_address(here, [here]) == LOOPBACK
+    monkeypatch.setenv("LIGHTNING_DSGD_ADDRESS", "no-such-host.invalid")
+    assert control_address(here, [here]) == ""
