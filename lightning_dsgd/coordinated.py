@@ -9,7 +9,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+from typing import Any
 
+import torch
 import zmq
 
 from lightning_dsgd.backends import BackendName
@@ -17,9 +19,11 @@ from lightning_dsgd.control import Control
 from lightning_dsgd.coordinator import Coordinator
 from lightning_dsgd.errors import ConfigurationError, RunError
 from lightning_dsgd.hosts import ADDRESS, control_address
+from lightning_dsgd.monitor import Monitor
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.strategy import CollectiveStrategy
 from lightning_dsgd.trace import TraceWriter
+from lightning_dsgd.worlds import Trainer
 
 _LAST_WORD_SECONDS = 0.3
 """What the coordinator's last message needs to leave before its port closes."""
@@ -33,13 +37,77 @@ class CoordinatedStrategy(CollectiveStrategy):
         self._coordinator: Coordinator | None = None
         self._control: Control | None = None
 
-    def settle(self) -> None:
-        """All ranks have stopped training: see to it that nothing more is exchanged."""
-        return
+    # -------------------------------------------------------- what an exchange defines
+
+    @abc.abstractmethod
+    def start_exchange(self, trainer: Trainer) -> None:
+        """Connect the control plane and start the communication thread; collective."""
 
     @abc.abstractmethod
     def close_exchange(self) -> None:
         """End the exchange's thread, if it runs; no operation is under way any more."""
+
+    def settle(self) -> None:
+        """All ranks have stopped training: see to it that nothing more is exchanged."""
+        return
+
+    def end_epoch(self) -> None:
+        """The last step of an epoch is done; collective."""
+        return
+
+    def agree(self) -> None:
+        """Before validation, a checkpoint and the end: all ranks hold the same; collective."""
+        return
+
+    def logged_values(self) -> dict[str, float]:
+        """The latest step in numbers, for loggers."""
+        return {}
+
+    def epoch_values(self) -> dict[str, float]:
+        """The epoch in numbers, for loggers."""
+        return {}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside Lightning's own; collective, and rank 0's is written."""
+        return {}
+
+    # ------------------------------------------------------------------ start and end
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        module = self.lightning_module
+        if trainer.state.fn == "fit" and module is not None and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs automatic optimization; remove "
+                "`automatic_optimization = False` from the module"
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        problem = ConfigurationError(
+            f"{type(self).__name__} works with one optimizer; put all parameters into the groups "
+            "of one in `configure_optimizers`"
+        )
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):
+                raise problem from None
+            raise
+        if len(self.optimizers) != 1:
+            raise problem
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        if isinstance(self.optimizers[0], torch.optim.LBFGS):
+            raise ConfigurationError("LBFGS evaluates the loss several times per step; use another")
+        if not any(isinstance(callback, Monitor) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, Monitor())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.agree()
+        return super().lightning_module_state_dict()
 
     def connect_control(self, policy: Policy | None, trace: TraceWriter | None = None) -> Control:
         """Join the control plane; collective. Rank 0 brings the policy, the others None."""

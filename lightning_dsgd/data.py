@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.worlds import Trainer
 
 
 class TurnKeeper(Protocol):
@@ -127,3 +128,13 @@ def agreed_length(lengths: list[int | None]) -> int:
     length = lengths[0]
     assert length is not None
     return length
+
+
+def require_one_loader(trainer: Trainer) -> None:
+    """Refuse several training dataloaders: their batches could not be dealt out one by one."""
+    loaders = trainer.fit_loop._combined_loader
+    if loaders is not None and len(loaders.flattened) != 1:
+        raise ConfigurationError(
+            f"training takes one dataloader and there are {len(loaders.flattened)}; combine them "
+            "into one dataset"
+        )

@@ -25,13 +25,13 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.coordinated import CoordinatedStrategy
-from lightning_dsgd.data import RoundsLoader, local_length
+from lightning_dsgd.data import RoundsLoader, local_length, require_one_loader
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gossip import Counts, GossipExchange, SharedModel
 from lightning_dsgd.gradients import Flat, FlatLayout
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.protocol import Segment
-from lightning_dsgd.worlds import Callback, LightningModule, Trainer
+from lightning_dsgd.worlds import Trainer
 
 Resync = Literal["never", "epoch"]
 
@@ -134,16 +134,12 @@ class GossipStrategy(CoordinatedStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
-        check_optimizers(type(self).__name__, self.optimizers)
-        if trainer.fast_dev_run:  # its limits are an epoch's too, and the own steps may exceed them
+        if trainer.state.fn == "fit" and trainer.fast_dev_run:
+            # its limits are an epoch's too, and the own steps may exceed them
             trainer.fit_loop.epoch_loop.max_steps = -1
-        if not any(isinstance(callback, GossipMonitor) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, GossipMonitor())
 
-    def start_gossip(self, trainer: Trainer) -> None:
-        """Connect the control plane and start the communication thread; collective."""
+    def start_exchange(self, trainer: Trainer) -> None:
+        require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
         layout = FlatLayout(self.model.parameters())
         if not layout.parameters:
@@ -169,6 +165,30 @@ class GossipStrategy(CoordinatedStrategy):
             timeout=self.timeout,
         )
         control.await_welcome()
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.fit_loop.restarting and progress.is_last_batch:
+            # the checkpoint was written at the end of an epoch, whatever its number of steps
+            trainer.val_check_batch = progress.current.ready
+
+    def end_epoch(self) -> None:
+        if self._in_epoch:
+            raise ConfigurationError(
+                "this rank has left the epoch alone, through trainer.should_stop or a -1 from "
+                "on_train_batch_start; stop at the end of an epoch instead"
+            )
+
+    def logged_values(self) -> dict[str, float]:
+        assert self._exchange is not None
+        counts = self._exchange.counts
+        return {
+            "started": counts.started,
+            "answered": counts.answered,
+            "partner_age": counts.last_age,
+        }
+
+    def epoch_values(self) -> dict[str, float]:
+        assert self.tally is not None
+        return self.tally.values()
 
     def _batches_per_epoch(self, trainer: Trainer) -> int:
         """All ranks' batches of one pass over the data."""
@@ -368,56 +388,6 @@ class GossipStrategy(CoordinatedStrategy):
             )
 
 
-class GossipMonitor(Callback):
-    """Ties gossip to the Trainer's course: start, end, and logs. Inserted by the strategy."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loaders = trainer.fit_loop._combined_loader
-        if loaders is not None and len(loaders.flattened) != 1:
-            raise ConfigurationError(
-                f"training takes one dataloader and there are {len(loaders.flattened)}; combine "
-                "them into one dataset"
-            )
-        _strategy(trainer).start_gossip(trainer)
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if trainer.fit_loop.restarting and progress.is_last_batch:
-            # the checkpoint was written at the end of an epoch, whatever its number of steps
-            trainer.val_check_batch = progress.current.ready
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        strategy = _strategy(trainer)
-        assert strategy._exchange is not None
-        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            assert strategy.tally is not None
-            self._log(trainer, strategy.tally.values())
-        elif trainer.global_step % trainer.log_every_n_steps == 0:
-            counts = strategy._exchange.counts
-            values = {"started": counts.started, "answered": counts.answered}
-            self._log(trainer, {**values, "partner_age": counts.last_age})
-
-    def _log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        for logger in trainer.loggers:
-            named = {f"dsgd/{name}": value for name, value in values.items()}
-            logger.log_metrics(named, step=trainer.global_step)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _strategy(trainer)._in_epoch:
-            raise ConfigurationError(
-                "this rank has left the epoch alone, through trainer.should_stop or a -1 from "
-                "on_train_batch_start; stop at the end of an epoch instead"
-            )
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).finish()
-
-
-def _strategy(trainer: Trainer) -> GossipStrategy:
-    strategy: GossipStrategy = trainer.strategy
-    return strategy
-
-
 # ------------------------------------------------------------------------------ refusals
 
 
@@ -429,11 +399,6 @@ def check_fit(name: str, trainer: Trainer) -> None:
             f"{name} does not work with {what}: ranks make unequal numbers of steps; {instead}"
         )
 
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{name} needs automatic optimization; remove `automatic_optimization = False`"
-        )
     if not trainer.fast_dev_run and trainer.max_steps != -1:
         refuse("max_steps", "use max_epochs, and `gradients_per_epoch` on the strategy")
     if trainer.min_steps is not None:
@@ -449,14 +414,3 @@ def _check_callback(callback: Any, refuse: Callable[[str, str], NoReturn]) -> No
         refuse("checkpoints inside an epoch", "use ModelCheckpoint(every_n_epochs=...)")
     if type(callback).__name__ == "Timer" and getattr(callback, "_interval", "") == "step":
         refuse("max_time or a Timer per step", "use the callback Timer(..., interval='epoch')")
-
-
-def check_optimizers(name: str, optimizers: list[Optimizer]) -> None:
-    """One optimizer, one evaluation of the loss per step."""
-    if len(optimizers) != 1:
-        raise ConfigurationError(
-            f"{name} works with one optimizer and the module configures {len(optimizers)}; put all "
-            "parameters into one optimizer's groups"
-        )
-    if isinstance(optimizers[0], torch.optim.LBFGS):
-        raise ConfigurationError("LBFGS evaluates the loss several times per update; use another")

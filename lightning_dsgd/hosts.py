@@ -61,20 +61,24 @@ def reachable_address(own: Place, places: Sequence[Place]) -> str:
     others = [place for place in places if place.network != own.network]
     if not others:
         return LOOPBACK
-    ways = (source_address(place.address) for place in others if _leaves_host(place.address))
-    return next(filter(_leaves_host, ways), "")
+    ways = (source_address(place.address) for place in others if leaves_host(place.address))
+    return next(filter(leaves_host, ways), "")
 
 
 def control_address(own: Place, places: Sequence[Place]) -> str:
     """Where rank 0 listens: what the user says, else what the others reach; empty if unknown."""
     chosen = os.environ.get(ADDRESS)
-    if not chosen:
-        return reachable_address(own, places)
+    return address_of(chosen) if chosen else reachable_address(own, places)
+
+
+def address_of(name: str) -> str:
+    """The IPv4 address that a name leads to on this host; empty if none."""
     try:
-        return socket.gethostbyname(chosen)
+        return socket.gethostbyname(name)
     except OSError:
         return ""
 
 
-def _leaves_host(address: str) -> bool:
+def leaves_host(address: str) -> bool:
+    """Is this an address that another host may reach?"""
     return bool(address) and not ipaddress.ip_address(address).is_loopback

@@ -1,53 +1,50 @@
-"""The callback that ties rounds to the Trainer's course: start, checkpoints, end, and logs.
+"""The callback that ties an exchange to the Trainer's course: start, checkpoints, end, and logs.
 
-Lightning gives a strategy no hook at these points, so the strategy puts this callback in
-front of the user's.
+Lightning gives a strategy no hook at these points, so the strategy puts this callback in front of
+the user's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.worlds import Callback, LightningModule, Trainer
 
 if TYPE_CHECKING:
-    from lightning_dsgd.rounds_strategy import RoundsStrategy
+    from lightning_dsgd.coordinated import CoordinatedStrategy
 
 CHECKPOINT_KEY = "lightning_dsgd"
 
 
-class RoundsMonitor(Callback):
+class Monitor(Callback):
     """Inserted by the strategy; users need not know it."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loaders = trainer.fit_loop._combined_loader
-        if loaders is not None and len(loaders.flattened) != 1:
-            raise ConfigurationError(
-                f"training takes one dataloader and there are {len(loaders.flattened)}; combine "
-                "them into one dataset"
-            )
-        _strategy(trainer).start_rounds(trainer)
+        _strategy(trainer).start_exchange(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step % trainer.log_every_n_steps or not trainer.loggers:
+        if not trainer.loggers:
             return
-        strategy = _strategy(trainer)
-        if strategy.last_round is not None:
-            values = {f"dsgd/{name}": value for name, value in strategy.round_values().items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=trainer.global_step)
+        strategy, values = _strategy(trainer), {}
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            values.update(strategy.logged_values())
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            values.update(strategy.epoch_values())
+        named = {f"dsgd/{name}": value for name, value in values.items()}
+        for logger in trainer.loggers if named else ():
+            logger.log_metrics(named, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).end_epoch()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit":
-            trainer.strategy.average_buffers()
+        _strategy(trainer).agree()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
-        strategy.average_buffers()
-        strategy.finish()
+        _strategy(trainer).agree()
+        _strategy(trainer).finish()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -56,10 +53,10 @@ class RoundsMonitor(Callback):
         checkpoint[CHECKPOINT_KEY] = {
             "strategy": strategy.strategy_name,
             "world_size": strategy.world_size,
-            "policy": strategy.snapshot_policy(),
+            **strategy.checkpoint_state(),
         }
 
 
-def _strategy(trainer: Trainer) -> RoundsStrategy:
-    strategy: RoundsStrategy = trainer.strategy
+def _strategy(trainer: Trainer) -> CoordinatedStrategy:
+    strategy: CoordinatedStrategy = trainer.strategy
     return strategy

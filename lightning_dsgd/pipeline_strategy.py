@@ -36,7 +36,7 @@ from lightning_dsgd.points import Points
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Segment
 from lightning_dsgd.tally import Tally
-from lightning_dsgd.worlds import Callback, LightningModule, Trainer
+from lightning_dsgd.worlds import Trainer
 
 _NO_END = 2**62
 
@@ -88,31 +88,7 @@ class PipelineStrategy(CoordinatedStrategy):
     def check_world(self) -> None:
         """One worker is plain training."""
 
-    def check_trainer(self, trainer: Trainer) -> None:
-        super().check_trainer(trainer)
-        module = self.lightning_module
-        if trainer.state.fn == "fit" and module is not None and not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(self).__name__} needs automatic optimization; remove "
-                "`automatic_optimization = False` from the module"
-            )
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
-        if len(self.optimizers) != 1:
-            raise ConfigurationError(
-                f"{type(self).__name__} works with one optimizer and the module configures "
-                f"{len(self.optimizers)}; put all parameters into one optimizer's groups"
-            )
-        if isinstance(self.optimizers[0], torch.optim.LBFGS):
-            raise ConfigurationError("LBFGS evaluates the loss several times per step; use another")
-        if not any(isinstance(callback, PipelineMonitor) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, PipelineMonitor())
-
-    def start_pipeline(self, trainer: Trainer) -> None:
-        """Connect the control plane and start the communication thread; collective."""
+    def start_exchange(self, trainer: Trainer) -> None:
         assert self._backend is not None and self._main is not None
         self._check_lengths(trainer.num_training_batches)
         self._points, self._moved, self._logged = None, None, (0.0, 0.0)
@@ -195,8 +171,8 @@ class PipelineStrategy(CoordinatedStrategy):
             self._points = None  # frees its memory first
             self._points = Points(FlatLayout(trained))
 
-    def drain(self) -> None:
-        """Take in what is under way, so that all ranks hold the same parameters; collective."""
+    def agree(self) -> None:
+        """Drain: take in what is under way, so that all ranks hold the same parameters."""
         if self._pipeline is None:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -208,11 +184,13 @@ class PipelineStrategy(CoordinatedStrategy):
 
     # ------------------------------------------------------------ checkpoints and logs
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.drain()
-        return super().lightning_module_state_dict()
+    def end_epoch(self) -> None:
+        self.agree()
 
-    def gathered_optimizer_states(self) -> list[dict[str, Any]]:
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {"optimizers": self._gathered_optimizer_states()}
+
+    def _gathered_optimizer_states(self) -> list[dict[str, Any]]:
         """Every rank's optimizer state, on rank 0: momentum differs between ranks. Collective."""
         if self._pipeline is None or self._main is None:
             return []
@@ -249,49 +227,6 @@ class PipelineStrategy(CoordinatedStrategy):
             if busy > past_busy:
                 values["hidden"] = max(0.0, 1 - (waited - past_waited) / (busy - past_busy))
         return values
-
-
-class PipelineMonitor(Callback):
-    """Ties the pipeline to the Trainer's course; the strategy puts it in front of the others."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).start_pipeline(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not trainer.loggers or trainer.global_step % trainer.log_every_n_steps:
-            return
-        values = _strategy(trainer).logged_values()
-        named = {f"dsgd/{name}": value for name, value in values.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(named, step=trainer.global_step)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).drain()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _strategy(trainer).drain()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = _strategy(trainer)
-        strategy.drain()
-        strategy.finish()
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        strategy = _strategy(trainer)
-        checkpoint[CHECKPOINT_KEY] = {
-            "strategy": strategy.strategy_name,
-            "world_size": strategy.world_size,
-            "optimizers": strategy.gathered_optimizer_states(),
-        }
-
-
-def _strategy(trainer: Trainer) -> PipelineStrategy:
-    strategy: PipelineStrategy = trainer.strategy
-    return strategy
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

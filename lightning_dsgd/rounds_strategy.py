@@ -28,10 +28,10 @@ from lightning_dsgd.backends import BackendName
 from lightning_dsgd.control import Control
 from lightning_dsgd.coordinated import CoordinatedStrategy
 from lightning_dsgd.damping import Damping, DistanceDamping, scale_of
-from lightning_dsgd.data import RoundsLoader, agreed_length, local_length
+from lightning_dsgd.data import RoundsLoader, agreed_length, local_length, require_one_loader
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool
-from lightning_dsgd.monitor import CHECKPOINT_KEY, RoundsMonitor
+from lightning_dsgd.monitor import CHECKPOINT_KEY
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Applied, Contribution, Round, Segment
 from lightning_dsgd.rounds import RoundsExchange, Update
@@ -135,42 +135,8 @@ class RoundsStrategy(CoordinatedStrategy):
         assert self.lightning_module is not None
         return int(self.lightning_module.trainer.global_step)
 
-    def check_trainer(self, trainer: Trainer) -> None:
-        super().check_trainer(trainer)
-        module = self.lightning_module
-        if trainer.state.fn == "fit" and module is not None and not module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(self).__name__} needs automatic optimization; remove "
-                "`automatic_optimization = False` from the module"
-            )
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        problem = ConfigurationError(
-            f"{type(self).__name__} works with one optimizer; put all parameters into the groups "
-            "of one in `configure_optimizers`"
-        )
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" in str(error):
-                raise problem from None
-            raise
-        if len(self.optimizers) != 1:
-            raise problem
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn != "fit":
-            return
-        if isinstance(self.optimizers[0], torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS evaluates the loss several times per update; use another"
-            )
-        if not any(isinstance(callback, RoundsMonitor) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, RoundsMonitor())
-
-    def start_rounds(self, trainer: Trainer) -> None:
-        """Connect the control plane and start the communication thread; collective."""
+    def start_exchange(self, trainer: Trainer) -> None:
+        require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
         layout = FlatLayout(self.model.parameters())
         if not layout.parameters:
@@ -204,9 +170,9 @@ class RoundsStrategy(CoordinatedStrategy):
         assert self.max_staleness is not None
         return DistanceDamping(layout, self.damping_constant, self.max_staleness)
 
-    def round_values(self) -> dict[str, float]:
-        """The latest update in numbers, for loggers."""
-        assert self.last_round is not None
+    def logged_values(self) -> dict[str, float]:
+        if self.last_round is None:
+            return {}
         staleness = self.last_round.staleness()
         loss = self.last_round.loss
         return {
@@ -269,10 +235,13 @@ class RoundsStrategy(CoordinatedStrategy):
             return self._coordinator.policy.state()
         return self.policy_state
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def agree(self) -> None:
+        """Replicas are identical but for the statistics in their buffers."""
         if self._exchange is not None:
             self.average_buffers()
-        return super().lightning_module_state_dict()
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {"policy": self.snapshot_policy()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lightning_dsgd as dsgd
 from benchmarks.network import address, available, network
+from lightning_dsgd.backends import on_horovod
 from lightning_dsgd.hosts import LOOPBACK, Place, control_address, reachable_address, this_place
 from tests.launching import BIN, ROOT, environment, results
 
@@ -17,13 +20,14 @@ HOSTS, LOCAL = 2, 2
 
 SSH = """\
 #!/bin/sh
-# in the place of ssh, called by horovodrun with options, a host and a command
-while [ "${1#-}" != "$1" ]; do
-    case $1 in -o|-p|-i) shift 2 ;; *) shift ;; esac
+# in the place of ssh, called by horovodrun with a host among options, and a command
+while true; do
+    case $1 in
+        -o|-p|-i) shift 2 ;;
+        10.77.0.*) host=$1; shift ;;
+        *) exec ip netns exec "dsgd-$((${host##*.} - 1))" sh -c "$*" ;;
+    esac
 done
-host=$1
-shift
-exec ip netns exec "dsgd-$((${host##*.} - 1))" sh -c "$*"
 """
 
 
@@ -41,8 +45,8 @@ def torchrun(names: list[str], out: Path) -> list[list[str]]:
 def horovodrun(names: list[str], out: Path) -> list[list[str]]:
     """One command on the first host, which reaches the second by `ssh`."""
     hosts = ",".join(f"{address(host)}:{LOCAL}" for host in range(HOSTS))
-    line = [str(BIN / "horovodrun"), "-np", str(HOSTS * LOCAL), "-H", hosts, str(BIN / "python")]
-    program = ["-m", "tests.ranks.run", str(out), "hosts.trains"]
+    line = [str(BIN / "horovodrun"), "-np", str(HOSTS * LOCAL), "-H", hosts]
+    program = [str(BIN / "python"), "-m", "tests.ranks.run", str(out), "hosts.trains"]
     return [["ip", "netns", "exec", names[0], *line, *program]]
 
 
@@ -70,7 +74,7 @@ def run(lines: list[list[str]], out: Path) -> None:
 def test_every_exchange_works_between_hosts_that_share_a_name(
     launcher: Any, tmp_path: Path
 ) -> None:
-    with network(HOSTS) as names:
+    with network(HOSTS, named=launcher is horovodrun) as names:
         run(launcher(names, tmp_path), tmp_path)
     ranks = results(tmp_path / "hosts", "trains")
     for name in ("ad_psgd", "backup_workers", "dc_s3gd"):
@@ -100,3 +104,11 @@ def test_the_user_chooses_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert control_address(here, [here]) == LOOPBACK
     monkeypatch.setenv("LIGHTNING_DSGD_ADDRESS", "no-such-host.invalid")
     assert control_address(here, [here]) == ""
+
+
+def test_horovod_needs_a_name_that_leads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    on_horovod._check_name()
+    monkeypatch.setenv("HOROVOD_CROSS_SIZE", "2")
+    with pytest.raises(dsgd.BackendError, match=r"'localhost' leads this host to 127\.0\.0\.1"):
+        on_horovod._check_name()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import Backend, Channel, Edge
 from lightning_dsgd.errors import BackendError
+from lightning_dsgd.hosts import address_of, leaves_host
 
 _SHORTEST_SLEEP = 1e-4
 _LONGEST_SLEEP = 5e-3
@@ -65,6 +67,22 @@ def _await_last_words() -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, _handler)
 
 
+def _check_name() -> None:
+    """Whichever interface it is given, Horovod's Gloo opens process sets, the global one among
+    them, at the address that the host's own name leads to."""
+    several_hosts = int(os.environ.get("HOROVOD_CROSS_SIZE", "1")) > 1
+    if not several_hosts or os.environ.get("HOROVOD_CONTROLLER", "gloo") != "gloo":
+        return
+    name = socket.gethostname()
+    address = address_of(name)
+    if not leaves_host(address):
+        raise BackendError(
+            f"Horovod finds a host by its name, and {name!r} leads this host to "
+            f"{address or 'no address'}; see to it (in /etc/hosts) that it leads to an address "
+            "that the other hosts reach, or launch with torchrun"
+        )
+
+
 class HorovodBackend(Backend):
     """Horovod's global job. It is initialised once per process and left to its own exit handler."""
 
@@ -78,6 +96,7 @@ class HorovodBackend(Backend):
         if local_size > (os.cpu_count() or 1):
             os.environ.setdefault("HOROVOD_CYCLE_TIME", _CROWDED_CYCLE_MS)
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(max(timeout, 30))))
+        _check_name()
         import horovod.torch as hvd
 
         self.hvd: Any = hvd

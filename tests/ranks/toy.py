@@ -76,9 +76,9 @@ class Watch(pl.Callback):
 def record_published(strategy: Any) -> dict[int, np.ndarray]:
     """Every gradient this rank publishes, by sequence number."""
     published: dict[int, np.ndarray] = {}
-    start = strategy.start_rounds
+    start = strategy.start_exchange
 
-    def start_rounds(trainer: Any) -> None:
+    def start_exchange(trainer: Any) -> None:
         start(trainer)
         publish = strategy._exchange.publish
 
@@ -89,7 +89,7 @@ def record_published(strategy: Any) -> dict[int, np.ndarray]:
 
         strategy._exchange.publish = keep
 
-    strategy.start_rounds = start_rounds
+    strategy.start_exchange = start_exchange
     return published
 
 
