@@ -142,8 +142,6 @@ class GossipStrategy(CoordinatedStrategy):
         require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
         layout = FlatLayout(self.model.parameters())
-        if not layout.parameters:
-            raise ConfigurationError("the model has no parameter to train")
         self._batches = self._batches_per_epoch(trainer)
         self._made = 0
         self._flat, self._after = layout.zeros(), layout.zeros()

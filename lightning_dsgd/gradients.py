@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_dsgd.errors import ConfigurationError
+
 Flat = list[Tensor]
 """One buffer per dtype."""
 
@@ -20,6 +22,8 @@ class FlatLayout:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
+        if not self.parameters:
+            raise ConfigurationError("the model has no parameter to train")
         groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self.parameters:
             groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)

@@ -164,10 +164,8 @@ class PipelineStrategy(CoordinatedStrategy):
         """Parameters may have been frozen or freed since the last drain."""
         assert self.model is not None
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        if not trained:
-            raise ConfigurationError("the model has no parameter to train")
         known = [] if self._points is None else self._points.layout.parameters
-        if [id(p) for p in trained] != [id(p) for p in known]:
+        if not known or [id(p) for p in trained] != [id(p) for p in known]:
             self._points = None  # frees its memory first
             self._points = Points(FlatLayout(trained))
 

@@ -139,8 +139,6 @@ class RoundsStrategy(CoordinatedStrategy):
         require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
         layout = FlatLayout(self.model.parameters())
-        if not layout.parameters:
-            raise ConfigurationError("the model has no parameter to train")
         self._gradients = FlatGradients(layout)
         self._pool = FlatPool(layout)
         self._accumulated = self._pool.zeroed()

@@ -98,8 +98,10 @@ class CollectiveStrategy(ParallelStrategy):
         rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]  # its way
 
     def _configure_launcher(self) -> None:
+        """For one worker there is nothing to start, and no trace to leave in the environment."""
         environment = self.cluster_environment
-        if environment is not None and not isinstance(environment, HorovodEnvironment):
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and environment and not isinstance(environment, HorovodEnvironment):
             self._launcher = SubprocessLauncher(environment, self.num_processes, self.num_nodes)
 
     # ----------------------------------------------------------------- start and end

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import launching
-
-
-@pytest.fixture(autouse=True)
-def own_environment() -> Iterator[None]:
-    """Lightning's launcher writes the rank into this process's environment: undo it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="session", params=launching.LAUNCHERS)

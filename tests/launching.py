@@ -12,8 +12,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LAUNCHERS = ("torchrun", "horovodrun")
-_LAUNCHED = {"LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-"""What a training in this very process leaves in its environment."""
 
 
 def command(launcher: str, ranks: int) -> list[str]:
@@ -28,8 +26,7 @@ def command(launcher: str, ranks: int) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """One thread per rank, our modules importable, the venv's tools first."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    return {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path, **extra}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path, **extra}
 
 
 def launch(

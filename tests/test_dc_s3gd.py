@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,11 +260,12 @@ def test_steps_rounded_on_the_wire_stay_close(out: Path) -> None:
 
 
 def test_one_worker_is_plain_training() -> None:
-    ours, plain = Toy(), Toy()
+    ours, plain, before = Toy(), Toy(), dict(os.environ)
     for module, strategy in ((ours, DCS3GDStrategy()), (plain, "auto")):
         trainer = trainer_for(strategy, devices=1, max_epochs=2)
         trainer.fit(module, torch.utils.data.DataLoader(dataset(64), batch_size=BATCH))
     assert (flat(ours) == flat(plain)).all()
+    assert dict(os.environ) == before, "a later training may still start workers"
 
 
 # ------------------------------------------------------------------- life with Lightning

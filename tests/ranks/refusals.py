@@ -82,6 +82,10 @@ def half_precision(out: Path) -> None:
     trainer.fit(Toy(), loader())
 
 
+def nothing_to_train(out: Path) -> None:
+    _fit("backup_workers", Toy().requires_grad_(False))
+
+
 def address_of_nobody(out: Path) -> None:
     os.environ["LIGHTNING_DSGD_ADDRESS"] = "203.0.113.7"
     try:
@@ -91,6 +95,7 @@ def address_of_nobody(out: Path) -> None:
 
 
 EXPECTED = {
+    "nothing_to_train": "no parameter to train",
     "address_of_nobody": "set LIGHTNING_DSGD_ADDRESS",
     "too_many_backups": "backups=4",
     "k_above_the_world": "k=5",
