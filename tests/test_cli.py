@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -163,6 +164,16 @@ def test_gpus_without_nccl_are_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> 
     report = doctor.examine({})
     assert report.can_run
     assert any("NCCL" in finding.remedy for finding in report.findings)
+
+
+def test_a_name_that_leads_inward_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Probe({"version": "0.28.1", "gloo": True, "nccl": False, "mpi": False})
+    monkeypatch.setattr(doctor, "probe_horovod", lambda: built)
+    for name, expected in (("localhost", 1), ("192.0.2.1", 0)):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        report = doctor.examine({})
+        assert report.can_run and report.host.startswith(name)
+        assert sum("several hosts" in finding.remedy for finding in report.findings) == expected
 
 
 def test_every_package_directory_is_in_the_wheel() -> None:

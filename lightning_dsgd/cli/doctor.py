@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -13,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from lightning_dsgd.cli.install_horovod import Probe, probe_horovod
+from lightning_dsgd.hosts import address_of, leaves_host
 
 DISTRIBUTIONS = (
     "lightning-dsgd",
@@ -51,6 +53,7 @@ class Report:
     versions: dict[str, str | None] = field(default_factory=dict)
     backends: dict[str, str] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
+    host: str = ""
     launched_by: str = "plain python"
     findings: list[Finding] = field(default_factory=list)
 
@@ -77,11 +80,16 @@ def examine(env: Mapping[str, str]) -> Report:
     """Look at everything; nothing here raises, whatever is broken."""
     torch_error, horovod = try_gloo(), probe_horovod()
     gpus = gpu_names()
+    name = socket.gethostname()
+    address = address_of(name)
     findings = [*_missing(), *_lightning(), *_backends(torch_error, horovod, bool(gpus))]
+    if horovod.found is not None and not leaves_host(address):
+        findings.append(_inward(name))
     return Report(
         versions={"python": platform.python_version(), **{d: _version(d) for d in DISTRIBUTIONS}},
         backends={"torch": torch_error or "works, gloo", "horovod": describe_horovod(horovod)},
         gpus=gpus,
+        host=f"{name}, {address or 'which leads to no address'}",
         launched_by=launched_by(env),
         findings=findings,
     )
@@ -184,11 +192,19 @@ def _backends(torch_error: str, horovod: Probe, gpus: bool) -> list[Finding]:
     return found
 
 
+def _inward(name: str) -> Finding:
+    """Horovod looks a host up by its own name."""
+    problem = f"the name {name!r} leads to no address that other hosts reach"
+    remedy = "for horovodrun on several hosts, let it lead to one, in /etc/hosts"
+    return Finding(problem, remedy)
+
+
 def as_text(report: Report) -> str:
     """The report for people."""
     rows = {name: value or "not installed" for name, value in report.versions.items()}
     rows |= {f"backend {name}": state for name, state in report.backends.items()}
     rows["GPUs"] = ", ".join(report.gpus) or "none"
+    rows["host"] = report.host
     rows["launched by"] = report.launched_by
     width = max(map(len, rows))
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
