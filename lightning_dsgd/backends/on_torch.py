@@ -7,6 +7,7 @@ every batch and so tie all ranks to rank 0's pace.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import os
@@ -80,14 +81,10 @@ class TorchBackend(Backend):
         return channel
 
     def _gloo(self) -> Any:
-        """Gloo's options; by itself it would look up the host's name, whatever that leads to."""
         gloo: Any = dist.ProcessGroupGloo  # its options carry no types
-        known = self._address and "GLOO_SOCKET_IFNAME" not in os.environ
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.timeout)
-        options._devices = [
-            gloo.create_device(hostname=self._address) if known else gloo.create_default_device()
-        ]
+        options._devices = [_device("" if "GLOO_SOCKET_IFNAME" in os.environ else self._address)]
         return options
 
     def close(self) -> None:
@@ -110,7 +107,7 @@ class TorchChannel(Channel):
         self.stream = torch.cuda.Stream() if backend._on_gpu else None
 
     def close(self) -> None:
-        """End the group's threads, which wake a hundred times a second; not in an operation."""
+        """End the group's threads; not in an operation."""
         if not self.busy:
             self.group = None
 
@@ -181,6 +178,16 @@ def _store(address: str, port: int, rank: int, world_size: int, timeout: float) 
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt-{attempt}", store)
+
+
+@functools.cache
+def _device(address: str) -> Any:
+    """Gloo's sockets there; without an address it looks up the host's name, wherever that leads.
+
+    One serves all groups of a process: its thread looks around a hundred times a second.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    return gloo.create_device(hostname=address) if address else gloo.create_default_device()
 
 
 def _own_address(store: dist.Store, rank: int, world_size: int, meeting_point: str) -> str:
