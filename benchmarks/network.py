@@ -14,12 +14,19 @@ BRIDGE = "dsgd-bridge"
 
 
 def available() -> bool:
-    """May this process make network namespaces?"""
+    """May this process make network namespaces and bridges?"""
     if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
         return False
-    made = subprocess.run(["ip", "netns", "add", "dsgd-try"], capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "del", "dsgd-try"], capture_output=True)
-    return made
+    lines = ("netns add dsgd-try", "link add dsgd-try type bridge")
+    undo = ("netns del dsgd-try", "link del dsgd-try")
+    codes = [_ip(line) for line in lines]
+    for line in undo:
+        _ip(line)
+    return not any(codes)
+
+
+def _ip(line: str) -> int:
+    return subprocess.run(["ip", *line.split()], capture_output=True).returncode
 
 
 def address(host: int) -> str:

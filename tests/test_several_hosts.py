@@ -69,11 +69,12 @@ def run(lines: list[list[str]], out: Path) -> None:
     assert not any(codes), (out / "output.txt").read_text()[-6000:]
 
 
-@pytest.mark.skipif(not available(), reason="needs root, iproute2 and network namespaces")
 @pytest.mark.parametrize("launcher", [torchrun, horovodrun])
 def test_every_exchange_works_between_hosts_that_share_a_name(
     launcher: Any, tmp_path: Path
 ) -> None:
+    if not available():
+        pytest.skip("needs root, iproute2 and network namespaces")
     with network(HOSTS, named=launcher is horovodrun) as names:
         run(launcher(names, tmp_path), tmp_path)
     ranks = results(tmp_path / "hosts", "trains")
