@@ -205,10 +205,15 @@ def _close_all() -> None:
         backend.close()
 
 
-def _keep_in_child() -> None:
+_held: list[TorchBackend] = []
+"""What no garbage collector may destroy around a fork."""
+
+
+def _hold() -> None:
     """A forked child, such as a DataLoader's worker, has the groups but not their threads: a group
-    that its garbage collector destroyed would wait for them."""
-    _abandoned.extend(_backends)
+    that its garbage collector destroyed would wait for them. It may run as soon as the child does,
+    so they are held from before the fork."""
+    _held.extend(_backends)
 
 
-os.register_at_fork(after_in_child=_keep_in_child)
+os.register_at_fork(before=_hold, after_in_parent=_held.clear)
