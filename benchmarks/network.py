@@ -17,16 +17,13 @@ def available() -> bool:
     """May this process make network namespaces and bridges?"""
     if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
         return False
-    lines = ("netns add dsgd-try", "link add dsgd-try type bridge")
-    undo = ("netns del dsgd-try", "link del dsgd-try")
-    codes = [_ip(line) for line in lines]
-    for line in undo:
-        _ip(line)
+    codes = [
+        _sh("ip netns add dsgd-try", check=False),
+        _sh("ip link add dsgd-try type bridge", check=False),
+    ]
+    _sh("ip netns del dsgd-try", check=False)
+    _sh("ip link del dsgd-try", check=False)
     return not any(codes)
-
-
-def _ip(line: str) -> int:
-    return subprocess.run(["ip", *line.split()], capture_output=True).returncode
 
 
 def address(host: int) -> str:
@@ -34,8 +31,8 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-def _sh(line: str, check: bool = True) -> None:
-    subprocess.run(line.split(), check=check, capture_output=not check)
+def _sh(line: str, check: bool = True) -> int:
+    return subprocess.run(line.split(), check=check, capture_output=not check).returncode
 
 
 @contextlib.contextmanager

@@ -112,9 +112,9 @@ class CoordinatedStrategy(CollectiveStrategy):
     def connect_control(self, policy: Policy | None, trace: TraceWriter | None = None) -> Control:
         """Join the control plane; collective. Rank 0 brings the policy, the others None."""
         assert self._main is not None
-        places = self.places()
-        address = control_address(places[self.global_rank], places)
+        places, address = self.places(), ""
         if policy is not None:
+            address = control_address(places[self.global_rank], places)
             with contextlib.suppress(zmq.ZMQError):  # the port; what to do about it follows
                 self._coordinator = Coordinator(
                     policy, self.world_size, address, timeout=self.timeout, trace=trace, warn=say

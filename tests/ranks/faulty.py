@@ -26,6 +26,7 @@ from tests.ranks.toy import Toy, loader, trainer_for
 
 RANKS = 3
 STEP = 6
+MISTAKE = "the victim's own mistake"
 
 
 class Harm(pl.Callback):
@@ -43,7 +44,7 @@ class Harm(pl.Callback):
             return
         (self.out / "fault").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         if self.kind == "raise":
-            raise ValueError("the victim's own mistake")
+            raise ValueError(MISTAKE)
         os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
 
 
