@@ -38,7 +38,7 @@ def main() -> None:
         devices=devices if devices == "auto" else int(devices),
         strategy=arguments.strategy,
         max_epochs=arguments.epochs,
-        callbacks=[lightning_dsgd.Stragglers().slow(rank=3, factor=arguments.slow)],
+        callbacks=[lightning_dsgd.Stragglers().slow(rank=-1, factor=arguments.slow)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -22,6 +22,7 @@ from lightning_dsgd.protocol import (
     Goodbye,
     Hello,
     Message,
+    Overdue,
     Welcome,
     decode_downward,
     encode,
@@ -47,12 +48,44 @@ def dial(
     return socket
 
 
+class Wait:
+    """The training thread waits for a decision, and does not wait for ever.
+
+    After `timeout` it tells the coordinator, which can say for whom. After twice that it gives up.
+    """
+
+    def __init__(self, control: Control, number: int) -> None:
+        self._control = control
+        self._number = number
+        self._deadline = time.monotonic() + control.timeout
+        self._told = False
+
+    def check(self) -> float:
+        """Raise what has ended the run; otherwise for how long to sleep at most."""
+        self._control.alarm.check()
+        left = self._deadline - time.monotonic()
+        if left > 0:
+            return left
+        if self._told:
+            raise RoundTimeoutError(
+                f"rank {self._control.rank}: update {self._number} did not come within "
+                f"{2 * self._control.timeout:g} s, and the coordinator does not say why"
+            )
+        self._told = True
+        self._deadline += self._control.timeout
+        self._control.announce(Overdue(self._control.rank, self._number))
+        return self._control.timeout
+
+
 class Control:
     """Everything one rank says to, and hears from, the coordinator outside of rounds."""
 
     def __init__(self, ticket: Ticket, rank: int, alarm: Alarm) -> None:
         self.rank = rank
-        self._alarm = alarm
+        self.alarm = alarm
+        self.timeout = ticket.timeout
+        self.told: RunError | None = None
+        """Why the run is over, if the control plane said so: then every rank knows."""
         self._ticket = ticket
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.rounds = self._connect("rounds")
@@ -79,7 +112,7 @@ class Control:
         """What the coordinator says to the training thread; for that thread only."""
         deadline = time.monotonic() + timeout
         while not self._main.poll(_NAP_MS):
-            self._alarm.check()
+            self.alarm.check()
             if time.monotonic() > deadline:
                 raise RoundTimeoutError(
                     f"rank {self.rank}: the coordinator at {self._ticket.endpoint} did not answer; "
@@ -116,18 +149,22 @@ class Control:
         poller = zmq.Poller()
         poller.register(self._life, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        while not self._leaving.is_set() and self._alarm.error is None:
+        while not self._leaving.is_set() and self.alarm.error is None:
             ready = dict(poller.poll(_NAP_MS))
             if self._life in ready:
                 self._hear(decode_downward(self._life.recv()))
             elif self._monitor in ready and not self._leaving.is_set():
                 text = "rank 0 is lost: its process has ended or no longer answers"
-                self._alarm.ring(PeerLostError(text))
+                self._ring(PeerLostError(text))
 
     def _hear(self, message: Message) -> None:
         if not isinstance(message, Abort) or message.worker == self.rank:
             return
-        self._alarm.ring(_error_of(message))
+        self._ring(_error_of(message))
+
+    def _ring(self, error: RunError) -> None:
+        self.told = error
+        self.alarm.ring(error)
 
 
 def _error_of(abort: Abort) -> RunError:

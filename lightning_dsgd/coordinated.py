@@ -21,7 +21,7 @@ from lightning_dsgd.errors import ConfigurationError, RunError
 from lightning_dsgd.hosts import ADDRESS, control_address
 from lightning_dsgd.monitor import Monitor
 from lightning_dsgd.policy import Policy
-from lightning_dsgd.strategy import CollectiveStrategy
+from lightning_dsgd.strategy import CollectiveStrategy, all_is_well
 from lightning_dsgd.trace import TraceWriter
 from lightning_dsgd.worlds import Trainer
 
@@ -100,6 +100,11 @@ class CoordinatedStrategy(CollectiveStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
+        if any(type(callback).__name__ == "LearningRateFinder" for callback in trainer.callbacks):
+            raise ConfigurationError(
+                f"the learning-rate finder does not work with {type(self).__name__}: it trains "
+                "without the Trainer's callbacks; find the rate on one worker, without a strategy"
+            )
         if isinstance(self.optimizers[0], torch.optim.LBFGS):
             raise ConfigurationError("LBFGS evaluates the loss several times per step; use another")
         if not any(isinstance(callback, Monitor) for callback in trainer.callbacks):
@@ -140,11 +145,13 @@ class CoordinatedStrategy(CollectiveStrategy):
         self._control.leave()
         self._main.barrier()
         self._disconnect()
+        all_is_well()
 
     def on_exception(self, exception: BaseException) -> None:
+        """Tell the others, and meet them no more: what callbacks do from now on is done alone."""
         control = self._control
         if control is not None:
-            ours = not isinstance(exception, RunError)
+            ours = exception is not control.told
             control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
             if self.is_global_zero:
                 time.sleep(_LAST_WORD_SECONDS)
@@ -153,6 +160,7 @@ class CoordinatedStrategy(CollectiveStrategy):
             # the communication thread must leave its collective before its socket is closed
             self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
             self._disconnect()
+            self._main = None
 
     def _disconnect(self) -> None:
         self.close_exchange()

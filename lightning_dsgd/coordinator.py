@@ -23,7 +23,6 @@ from lightning_dsgd.policy import Policy
 from lightning_dsgd.protocol import (
     Abort,
     Applied,
-    Closed,
     Computed,
     Contribution,
     Decision,
@@ -38,6 +37,7 @@ from lightning_dsgd.protocol import (
     Left,
     Message,
     Note,
+    Overdue,
     Passed,
     Round,
     Segment,
@@ -95,7 +95,6 @@ class Coordinator:
         self._gone: set[int] = set()
         self._connections: dict[int, tuple[int, str]] = {}
         self._aborted = False
-        self._waiting_since: float | None = None
         self._began = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dsgd-coordinator", daemon=True)
@@ -187,20 +186,13 @@ class Coordinator:
         self.tally.event(event)
         if self._trace is not None:
             self._trace.event(now, event)
-        decisions = self.policy.handle(event, now)
-        if isinstance(event, Contribution) and self._waiting_since is None:
-            self._waiting_since = now
-        self._publish(decisions, now)
+        self._publish(self.policy.handle(event, now), now)
 
     def _publish(self, decisions: Iterable[Decision], now: float) -> None:
         for decision in decisions:
             self.tally.decision(decision)
             if self._trace is not None:
                 self._trace.decision(now, decision)
-            if isinstance(decision, (Round, Closed)):
-                self._waiting_since = None
-            if isinstance(decision, Go) and not decision.more and self._waiting_since is None:
-                self._waiting_since = now
             if isinstance(decision, Held):
                 self._warn(f"round {decision.number} waits: {decision.reason} (max_lag)")
             elif isinstance(decision, KChanged):
@@ -228,6 +220,8 @@ class Coordinator:
         elif isinstance(note, Failed):
             self._gone.add(note.worker)
             self._abort(note.worker, f"rank {note.worker} failed: {note.error}")
+        elif isinstance(note, Overdue):
+            self._overdue(note.number)
 
     def _hello(self, worker: int, name: zmq.Frame) -> None:
         self._greeted.add(name.bytes)
@@ -266,13 +260,13 @@ class Coordinator:
         deadline = self.policy.deadline()
         if deadline is not None and now >= deadline:
             self._event(Tick())
-        waiting = self._waiting_since
-        if waiting is None or self.policy.version >= self.policy.last:
-            return
-        if now - waiting > self._timeout:
+
+    def _overdue(self, number: int) -> None:
+        """Say for whom a rank waits, unless the decision has been made meanwhile."""
+        if self.policy.version < min(number, self.policy.last):
             names = ", ".join(str(rank) for rank in self.policy.missing())
-            number = self.policy.version + 1
-            text = f"update {number} has waited {self._timeout:g} s (timeout) for rank {names}"
+            due = self.policy.version + 1
+            text = f"update {due} has waited {self._timeout:g} s (timeout) for rank {names}"
             self._abort(None, text)
 
 

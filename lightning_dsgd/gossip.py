@@ -16,7 +16,6 @@ deadlock.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -24,8 +23,8 @@ import torch
 
 from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import Channel
-from lightning_dsgd.control import Control
-from lightning_dsgd.errors import RoundTimeoutError, RunError
+from lightning_dsgd.control import Control, Wait
+from lightning_dsgd.errors import RunError
 from lightning_dsgd.gradients import Flat
 from lightning_dsgd.protocol import Closed, Computed, Go, Message, Pair, decode_downward
 
@@ -141,10 +140,13 @@ class GossipExchange:
         assert isinstance(answer, Go), f"unexpected answer {answer}"
         return answer.more
 
-    def await_close(self) -> None:
-        """Wait until every rank has ended the segment and all pairs are done."""
-        # the coordinator counts `timeout` too, and can say whom it waits for
-        self._await(lambda: self._closed, "not every rank has ended the epoch", 2 * self._timeout)
+    def await_close(self, number: int) -> None:
+        """Wait until all ranks have made that many gradients, and all pairs are done."""
+        wait = Wait(self._control, number)
+        with self._changed:
+            while not self._closed:
+                self._changed.wait(wait.check())
+        self._alarm.check()
         self._closed = False
 
     def close(self) -> None:
@@ -155,15 +157,6 @@ class GossipExchange:
         if not self._thread.is_alive():
             for channel in self._pairs.values():
                 channel.close()
-
-    def _await(self, condition: Callable[[], bool], reason: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while not condition():
-                self._alarm.check()
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise RoundTimeoutError(f"rank {self.rank}: {reason} after {timeout:g} s")
-        self._alarm.check()
 
     def _wake(self) -> None:
         with self._changed:

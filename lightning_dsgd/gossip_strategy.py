@@ -312,7 +312,7 @@ class GossipStrategy(CoordinatedStrategy):
     def _end_segment(self) -> None:
         """All gradients are made: form the mean of all models."""
         assert self._exchange is not None and self.model is not None
-        self._exchange.await_close()
+        self._exchange.await_close(self._segment_end)
         self._made = self._segment_end
         mean = self._mean_model()
         self._own_buffers = [buffer.clone() for buffer in self.model.buffers()]
@@ -360,25 +360,7 @@ class GossipStrategy(CoordinatedStrategy):
         for buffer, own in zip(self.model.buffers(), saved, strict=True):
             buffer.copy_(own)
 
-    # ----------------------------------------------------- Lightning's own collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        self._refuse_inside_epoch("a barrier")
-        super().barrier(name)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._refuse_inside_epoch("a broadcast")
-        return super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        self._refuse_inside_epoch("a reduction, such as self.log(on_step=True, sync_dist=True),")
-        return super().reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._refuse_inside_epoch("an all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _refuse_inside_epoch(self, what: str) -> None:
+    def check_meeting(self, what: str) -> None:
         if self._in_epoch:
             raise ConfigurationError(
                 f"{what} inside the epoch would hang: with {type(self).__name__} the ranks "

@@ -46,6 +46,12 @@ class Monitor(Callback):
         _strategy(trainer).agree()
         _strategy(trainer).finish()
 
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # before the callbacks that write a checkpoint then: the others will not come to it
+        _strategy(trainer).on_exception(exception)
+
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:

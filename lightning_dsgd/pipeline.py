@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from lightning_dsgd.backends import Channel
-from lightning_dsgd.control import Control
+from lightning_dsgd.control import Control, Wait
 from lightning_dsgd.errors import RoundTimeoutError, RunError
 from lightning_dsgd.gradients import Flat
 from lightning_dsgd.protocol import Contribution
@@ -82,10 +82,10 @@ class Pipeline:
         """Wait until the buffers given to `start` hold the mean."""
         assert self._flat is not None
         began = time.monotonic()
+        wait = Wait(self._control, self._number)
         with self._changed:
             while not self._done:
-                self._alarm.check()
-                self._changed.wait()
+                self._changed.wait(wait.check())
         self._alarm.check()
         self._decode(self._flat)
         self._flat = None

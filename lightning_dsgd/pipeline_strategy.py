@@ -99,7 +99,7 @@ class PipelineStrategy(CoordinatedStrategy):
         if self.is_global_zero:
             control.announce(Segment(_NO_END))
         self._pipeline = Pipeline(
-            self._backend.channel("pipeline"),
+            self._backend.channel("pipeline", patience=2),
             control,
             wire=self.wire,
             version=trainer.global_step,

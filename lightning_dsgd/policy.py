@@ -144,7 +144,7 @@ class RoundsPolicy(Policy):
             return NOTHING
         if self.version - self._slowest < self.max_lag:
             return None  # replicas only ever advance, so the old minimum still serves as a bound
-        laggard = min(self._applied, key=self._applied.__getitem__)
+        laggard = self._laggard()
         self._slowest = self._applied[laggard]
         behind = self.version - self._slowest
         if behind < self.max_lag:
@@ -153,6 +153,13 @@ class RoundsPolicy(Policy):
             return NOTHING
         self._held_at = number
         return [Held(number, laggard, f"rank {laggard} is {behind} updates behind")]
+
+    def _laggard(self) -> int:
+        return min(self._applied, key=self._applied.__getitem__)
+
+    def missing(self) -> tuple[int, ...]:
+        held = self._held_at == self.version + 1
+        return (self._laggard(),) if held else self._awaited()
 
     # --------------------------------------------------- what an algorithm defines
 
@@ -167,6 +174,10 @@ class RoundsPolicy(Policy):
     @abc.abstractmethod
     def _form(self, now: float) -> Sequence[Decision]:
         """Make round `self.version` (already counted up) and what follows from it."""
+
+    @abc.abstractmethod
+    def _awaited(self) -> tuple[int, ...]:
+        """Whose contributions the next round waits for."""
 
     def _left(self, worker: int, now: float) -> list[Decision]:
         return []

@@ -181,6 +181,13 @@ class Goodbye(Message, frozen=True, tag=True):
     worker: int
 
 
+class Overdue(Message, frozen=True, tag=True):
+    """A rank has waited for `timeout` seconds until something with that number be decided."""
+
+    worker: int
+    number: int
+
+
 class Welcome(Message, frozen=True, tag=True):
     """The coordinator knows every socket of every rank: rounds can start."""
 
@@ -192,7 +199,7 @@ class Abort(Message, frozen=True, tag=True):
     reason: str
 
 
-Note = Hello | Failed | Goodbye | Welcome | Abort
+Note = Hello | Failed | Goodbye | Overdue | Welcome | Abort
 
 encode = msgspec.msgpack.Encoder().encode
 decode_upward = msgspec.msgpack.Decoder(Event | Note).decode

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from lightning_dsgd.backends import Channel
-from lightning_dsgd.control import Control
+from lightning_dsgd.control import Control, Wait
 from lightning_dsgd.errors import RoundTimeoutError, RunError
 from lightning_dsgd.gradients import Flat, FlatPool
 from lightning_dsgd.protocol import (
@@ -58,7 +58,7 @@ class RoundsExchange:
         self.token = token
         self.passed = False
         """The token has gone by since this rank's last turn."""
-        self.own_round = -1
+        self.own_round: int | None = None
         """The last update that this rank had a part in."""
         self.exchange_seconds = 0.0
         self.waited = 0.0
@@ -114,19 +114,16 @@ class RoundsExchange:
             msgspec.structs.replace(contribution, seq=self._seq, exchange=self.exchange_seconds)
         )
 
-    def take(self, timeout: float) -> Update:
+    def next(self) -> Wait:
+        """From now on this rank would like the next update, whatever it does meanwhile."""
+        return Wait(self._control, self._taken + 1)
+
+    def take(self, wait: Wait) -> Update:
         """The next update in order; waits for it."""
         began = time.monotonic()
-        deadline = began + timeout
         with self._changed:
             while not self._updates:
-                self._alarm.check()
-                if not self._changed.wait(deadline - time.monotonic()):
-                    self._alarm.check()
-                    raise RoundTimeoutError(
-                        f"rank {self.rank}: update {self._taken + 1} did not come within "
-                        f"{timeout:g} s, and the coordinator does not say why"
-                    )
+                self._changed.wait(wait.check())
             update = self._updates.popleft()
             self._taken = update.round.number
             if self._decided <= self._taken:
@@ -141,7 +138,6 @@ class RoundsExchange:
             if not self._updates:
                 self._changed.wait(seconds)
         self.waited += time.monotonic() - began
-        self._alarm.check()
 
     def settle(self, timeout: float) -> None:
         """Wait until every round that has been decided is executed and no more can follow."""

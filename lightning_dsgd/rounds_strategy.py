@@ -84,8 +84,10 @@ class RoundsStrategy(CoordinatedStrategy):
         self._loader: RoundsLoader | None = None
         self._replaying = False
         self._stepping = False
+        self._opening = True
         self._fresh = True
         self._abandon = False
+        self._in_user_step = False
 
     # ------------------------------------------------------- what an algorithm defines
 
@@ -111,6 +113,10 @@ class RoundsStrategy(CoordinatedStrategy):
 
     def may_compute_more(self) -> bool:
         """May it begin a further one before the next update is there?"""
+        return False
+
+    def steps_together(self) -> bool:
+        """Does every rank run `training_step` equally often? Then it may hold a collective."""
         return False
 
     def should_publish(self) -> bool:
@@ -152,7 +158,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self.policy_state = self._main.broadcast_object(self.policy_state)
         control = self._connect_coordinator(layout.nbytes)
         self._exchange = RoundsExchange(
-            self._backend.channel("rounds"),
+            self._backend.channel("rounds", patience=2),
             control,
             self._pool,
             scale=scale_of(self.damping),
@@ -286,14 +292,21 @@ class RoundsStrategy(CoordinatedStrategy):
             self.segment_last = min(self.segment_last, trainer.max_steps)
         if self.is_global_zero:
             self._control.announce(Segment(self.segment_last))
+        self._opening = True
 
     def begin_iteration(self) -> bool:
-        """At a group's first batch, decide what the coming update needs from this rank."""
+        """At a group's first batch, decide what the coming update needs from this rank.
+
+        An epoch's first batch is computed, however late: what every rank logs once, Lightning can
+        reduce over all ranks at the end.
+        """
         assert self._exchange is not None
         if self._fresh:
             self._fresh = False
             self._abandon = False
-            self._replaying = self._exchange.decided or not self.may_start()
+            overtaken = self._exchange.decided and not self._opening
+            self._replaying = overtaken or not self.may_start()
+            self._opening = False
             self._computed_at = self.version
         self._began = time.monotonic()
         return not self._idle
@@ -306,10 +319,14 @@ class RoundsStrategy(CoordinatedStrategy):
         if self._idle:
             return torch.zeros((), requires_grad=True)
         self._call_minibatch_start()
-        return self._checked(super().training_step(*args, **kwargs))
+        return self._user_step(*args, **kwargs)
 
-    @staticmethod
-    def _checked(output: Any) -> Any:
+    def _user_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_user_step = True
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            self._in_user_step = False
         loss = output.get("loss") if isinstance(output, dict) else output
         if loss is None:
             raise ConfigurationError(
@@ -343,7 +360,9 @@ class RoundsStrategy(CoordinatedStrategy):
         assert exchange is not None
         if not self._idle:
             self._minibatch_done(loss)
+        wait = exchange.next()
         while not exchange.decided and self.may_compute_more():
+            wait.check()
             self._extra_minibatch()
         if self._abandon:  # half a gradient: nothing to keep
             for buffer in self._accumulated:
@@ -354,8 +373,8 @@ class RoundsStrategy(CoordinatedStrategy):
             if self.should_publish():
                 self._publish()
             else:
-                exchange.wait(_LOOK_AGAIN)
-        self._adopt(exchange.take(self.timeout * 2))
+                exchange.wait(min(_LOOK_AGAIN, wait.check()))
+        self._adopt(exchange.take(wait))
 
     def _minibatch_done(self, loss: float) -> None:
         if self._accumulated_batches == 0:
@@ -419,7 +438,7 @@ class RoundsStrategy(CoordinatedStrategy):
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         arguments = (batch, trainer.fit_loop.epoch_loop.batch_idx) if takes_index else (batch,)
         with torch.enable_grad():
-            output = self._checked(super().training_step(*arguments))
+            output = self._user_step(*arguments)
         module._current_fx_name = before
         return output
 
@@ -459,6 +478,14 @@ class RoundsStrategy(CoordinatedStrategy):
             )
         finally:
             self._stepping = False
+
+    def check_meeting(self, what: str) -> None:
+        if self._in_user_step and not self.steps_together():
+            raise ConfigurationError(
+                f"{what} in training_step would wait for the slowest rank, or for ever: with "
+                f"{type(self).__name__} ranks run it unequally often; reduce at the end of the "
+                "epoch (on_step=False, on_epoch=True); dsgd/loss is each update's mean loss"
+            )
 
     # ---------------------------------------------------------------------- cancelling
 

@@ -1,7 +1,7 @@
 """Slow workers on demand: a callback for demos, tests and benchmarks, and the simulator's model of
 them.
 
-    Stragglers(seed=1).slow(rank=3, factor=10)
+    Stragglers(seed=1).slow(rank=3, factor=10)        # rank=-1: the last
     Stragglers().exponential(0.1)                     # every rank, every mini-batch
     Stragglers().pareto(alpha=2.5, minimum=0.01, ranks=[2, 3])
     Stragglers().random_pair(seconds=0.2)             # two ranks at random in each step
@@ -13,8 +13,9 @@ by a sleep, so that several ranks on one machine do not slow each other.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,12 @@ from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.worlds import Callback, LightningModule, Trainer
 
 _KINDS = ("slow", "exponential", "pareto", "random_pair", "recorded")
+
+
+def _check_ranks(ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise ConfigurationError(f"Stragglers: rank={rank!r} is no whole number")
 
 
 class Stragglers(Callback):
@@ -45,17 +52,18 @@ class Stragglers(Callback):
         self._computed: float | None = None
         self._generators: dict[int, np.random.Generator] = {}
         for rule in rules or []:
-            self._add(dict(rule))
+            self._add(rule)
 
     # ----------------------------------------------------------------------- rules
 
     def slow(self, rank: int, factor: float = 1.0, seconds: float = 0.0) -> Stragglers:
-        """This rank takes `factor` times as long, and `seconds` more."""
+        """This rank takes `factor` times as long, and `seconds` more; -1 is the last rank."""
         if factor < 1.0 or seconds < 0.0:
             raise ConfigurationError(
                 f"slow(factor={factor}, seconds={seconds}): a factor below 1 or a negative time "
                 "cannot be slept"
             )
+        _check_ranks([rank])
         self.factors[rank] = self.factors.get(rank, 1.0) * factor
         return self._delay([rank], Constant(seconds)) if seconds else self
 
@@ -71,6 +79,8 @@ class Stragglers(Callback):
 
     def random_pair(self, seconds: float) -> Stragglers:
         """Two ranks, drawn anew for every mini-batch number, pause that long."""
+        if not seconds >= 0.0:
+            raise ConfigurationError(f"random_pair(seconds={seconds}): a negative time")
         self.pairs.append(seconds)
         return self
 
@@ -81,18 +91,27 @@ class Stragglers(Callback):
         return self._delay(ranks, Empirical(tuple(float(value) for value in seconds)))
 
     def _delay(self, ranks: Sequence[int] | None, model: ComputeTime) -> Stragglers:
+        _check_ranks(ranks or ())
         self.delays.append((None if ranks is None else tuple(ranks), model))
         return self
 
     def _add(self, rule: dict[str, Any]) -> None:
-        kind = rule.pop("kind", None)
+        if not isinstance(rule, Mapping):
+            raise ConfigurationError(
+                f"Stragglers: rule {rule!r} is no mapping; write it like "
+                "{kind: slow, rank: 3, factor: 10}"
+            )
+        arguments = dict(rule)
+        kind = arguments.pop("kind", None)
         if kind not in _KINDS:
             raise ConfigurationError(
                 f"Stragglers: kind={kind!r} is unknown; use {', '.join(_KINDS)}"
             )
         try:
-            getattr(self, kind)(**rule)
-        except TypeError as error:
+            getattr(self, kind)(**arguments)
+        except ConfigurationError:
+            raise
+        except (TypeError, ValueError) as error:
             raise ConfigurationError(f"Stragglers: rule {kind}: {error}") from None
 
     # ----------------------------------------------------------------- what they do
@@ -100,14 +119,22 @@ class Stragglers(Callback):
     def pause(self, rank: int, world_size: int, step: int, computed: float) -> float:
         """Seconds this rank sleeps in mini-batch `step`, given what computing alone takes."""
         rng = self._generator(rank)
-        pause = (self.factors.get(rank, 1.0) - 1.0) * computed
-        for ranks, model in self.delays:
-            if ranks is None or rank in ranks:
-                pause += self._one(model, rng, step)
+        pause = (self.factor_of(rank, world_size) - 1.0) * computed
+        for model in self.delays_of(rank, world_size):
+            pause += self._one(model, rng, step)
         for seconds in self.pairs:
             if rank in self.pair(step, world_size):
                 pause += seconds
         return pause
+
+    def factor_of(self, rank: int, world_size: int) -> float:
+        """How many times as long as without us this rank's computing takes."""
+        return math.prod(self.factors.get(name, 1.0) for name in (rank, rank - world_size))
+
+    def delays_of(self, rank: int, world_size: int) -> list[ComputeTime]:
+        """The pauses of this rank in every mini-batch."""
+        names = {rank, rank - world_size}
+        return [m for ranks, m in self.delays if ranks is None or not names.isdisjoint(ranks)]
 
     def pair(self, step: int, world_size: int) -> tuple[int, ...]:
         """The two ranks of that step: every rank draws the same."""
@@ -126,6 +153,17 @@ class Stragglers(Callback):
         return self._generators[rank]
 
     # ------------------------------------------------------------------- Lightning
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A rule for a rank that is not there would silently do nothing."""
+        world = trainer.world_size
+        chosen = {*self.factors, *(rank for ranks, _ in self.delays for rank in ranks or ())}
+        for rank in sorted(chosen):
+            if not -world <= rank < world:
+                raise ConfigurationError(
+                    f"Stragglers: there is no rank {rank} among {world} workers; choose 0 to "
+                    f"{world - 1}, or -1 for the last"
+                )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

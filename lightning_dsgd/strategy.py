@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -22,6 +24,7 @@ from lightning_dsgd.backends import (
     Edge,
     choose_backend,
     connect,
+    horovod_installed,
     horovod_launched,
 )
 from lightning_dsgd.errors import BackendError, ConfigurationError
@@ -42,9 +45,12 @@ class CollectiveStrategy(ParallelStrategy):
             raise ConfigurationError(f"timeout={timeout} must be a positive number of seconds")
         self.backend_name = choose_backend(backend)
         if self.backend_name == "torch" and horovod_launched() and "MASTER_PORT" not in os.environ:
+            remedy = "use backend='horovod'"
+            if not horovod_installed():
+                remedy = "install Horovod here (`lightning-dsgd install-horovod`)"
             raise BackendError(
-                "under horovodrun, backend='torch' needs MASTER_ADDR and MASTER_PORT in the "
-                "environment; use backend='horovod', or launch with torchrun"
+                "under horovodrun, torch's collectives need MASTER_ADDR and MASTER_PORT in the "
+                f"environment; {remedy}, or launch with torchrun"
             )
         environment = HorovodEnvironment() if horovod_launched() else None
         super().__init__(cluster_environment=environment)
@@ -53,6 +59,7 @@ class CollectiveStrategy(ParallelStrategy):
         self._backend: Backend | None = None
         self._main: Channel | None = None
         self._num_nodes = 1
+        self._reported: BaseException | None = None
 
     # ------------------------------------------------------------ ranks and devices
 
@@ -191,6 +198,9 @@ class CollectiveStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Say why at once (a launcher may end us any moment), and let no stuck thread hold us."""
+        if exception is self._reported:
+            return
+        self._reported = exception
         reason = f"{type(exception).__name__}: {exception}"
         print(
             f"lightning-dsgd: rank {self.global_rank} ends: {reason}",
@@ -199,19 +209,26 @@ class CollectiveStrategy(ParallelStrategy):
         )
         if self._backend is not None and not isinstance(exception, ConfigurationError):
             self._backend.abandon()
-            _exit_without_destructors()
+            _exit_without_destructors(getattr(self._launcher, "procs", []))
         super().on_exception(exception)
 
     # ----------------------------------------------------- Lightning's own collectives
 
+    def check_meeting(self, what: str) -> None:
+        """Refuse a collective at a point to which the other ranks may not come."""
+        return
+
     def barrier(self, name: str | None = None) -> None:
+        self.check_meeting("a barrier")
         if self._main is not None:
             self._main.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self.check_meeting("a broadcast")
         return obj if self._main is None else self._main.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        self.check_meeting("a reduction, such as self.log(on_step=True, sync_dist=True),")
         if not isinstance(tensor, Tensor) or self._main is None:
             return tensor
         kind = _operation(reduce_op)
@@ -228,6 +245,7 @@ class CollectiveStrategy(ParallelStrategy):
         return total.float() if not tensor.is_floating_point() and keep else total.to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self.check_meeting("an all_gather")
         if self._main is None:
             return tensor.unsqueeze(0)
         if sync_grads and tensor.requires_grad:
@@ -266,6 +284,7 @@ def _connect_metrics(model: nn.Module, strategy: CollectiveStrategy) -> None:
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         assert strategy._main is not None
+        strategy.check_meeting("a metric with dist_sync_on_step=True")
         return strategy._main.gather_objects(tensor.detach())
 
     for module in model.modules():
@@ -274,18 +293,42 @@ def _connect_metrics(model: nn.Module, strategy: CollectiveStrategy) -> None:
             module.dist_sync_fn = gather
 
 
-_exiting = False
+_LAST_CHANCE = 5.0
+"""Seconds for the ranks that this process has started to end by themselves after a failure."""
+
+_children: list[subprocess.Popen[bytes]] = []
+_leaving = False
+_failed = False
 
 
-def _exit_without_destructors() -> None:
+def _exit_without_destructors(children: Sequence[subprocess.Popen[bytes]]) -> None:
     """After a failure a collective may never end, and its destructor would wait for it."""
-    global _exiting
-    if not _exiting:
-        _exiting = True
+    global _failed, _leaving
+    _failed = True
+    _children.extend(children)
+    if not _leaving:
+        _leaving = True
         atexit.register(_leave)
 
 
+def all_is_well() -> None:
+    """A later training has succeeded: an earlier failure, if any, was somebody's who handled it."""
+    global _failed
+    _failed = False
+
+
 def _leave() -> None:
+    _end_children()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(1 if _failed or hasattr(sys, "last_value") else 0)
+
+
+def _end_children() -> None:
+    """A stopped process would stay for ever."""
+    deadline = time.monotonic() + _LAST_CHANCE
+    for child in _children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()

@@ -93,8 +93,7 @@ class AdaSyncPolicy(FirstKPolicy):
         return {"k": self.k, "first_loss": self.first_loss, "loss": self.loss}
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        self.k = min(self.k, self.total)
+        self.k = min(int(state["k"]), self.total)
         self.first_loss, self.loss = state["first_loss"], state["loss"]
 
 

@@ -65,6 +65,8 @@ class CyclicPolicy(RoundsPolicy):
     def deadline(self) -> float | None:
         if self.skip_after is None or self.version >= self.last - len(self.present):
             return None
+        if self.token in self._waiting:
+            return None  # it has published, and something else holds the round up
         return self._since + self.skip_after
 
     def _pass(self, now: float) -> list[Decision]:
@@ -101,7 +103,7 @@ class CyclicPolicy(RoundsPolicy):
             self._advance(now)
         return [Dropped(worker, part.seq, "its worker has left")] if part is not None else []
 
-    def missing(self) -> tuple[int, ...]:
+    def _awaited(self) -> tuple[int, ...]:
         return (self.token,)
 
     def state(self) -> dict[str, Any]:
@@ -190,7 +192,8 @@ class CyclicDelayStrategy(RoundsStrategy):
         """Has this rank published, or will it, within the segment's last cycle?"""
         exchange = self._exchange
         assert exchange is not None
-        if exchange.own_round > self.segment_last - self.world_size:
+        own = exchange.own_round
+        if own is not None and own > self.segment_last - self.world_size:
             return True
         near = exchange.decided_version >= self.segment_last - 2 * self.world_size
         return near and exchange.outstanding > 0

@@ -118,14 +118,8 @@ class FirstKPolicy(RoundsPolicy):
         rest = [part for part in everything if part.worker != worker]
         return decisions + self._keep(rest, now)
 
-    def missing(self) -> tuple[int, ...]:
+    def _awaited(self) -> tuple[int, ...]:
         return tuple(sorted(self.present - {part.worker for part in self._waiting}))
-
-    def state(self) -> dict[str, Any]:
-        return {"k": self.k}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.k = int(state["k"])
 
 
 def resolve_k(k: int | float | None, world: int, *, counted: Counted = "workers") -> int:
@@ -229,6 +223,9 @@ class KSyncStrategy(KFamilyStrategy):
 
     strategy_name = "k_sync"
     summary = "the first K workers make the update, late gradients are dropped"
+
+    def steps_together(self) -> bool:
+        return self.counted == "workers" and self.gradients_per_round() == self.world_size
 
     def __init__(
         self,

@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.control import Control
+from lightning_dsgd.control import Control, Wait
 from lightning_dsgd.coordinator import Coordinator
 from lightning_dsgd.errors import PeerFailedError, PeerLostError, RoundTimeoutError
-from lightning_dsgd.protocol import Contribution, Segment, decode_downward, encode
+from lightning_dsgd.protocol import Contribution, Overdue, Segment, decode_downward, encode
 from lightning_dsgd_plugins.k_family import FirstKPolicy
 from tests.launching import results
 
@@ -122,11 +122,20 @@ def test_a_round_that_waits_too_long_names_who_is_missing() -> None:
     try:
         job.controls[0].announce(Segment(5))
         job.controls[0].announce(Contribution(0, 1, 0))
-        assert until(lambda: job.alarms[0].error is not None)
-        assert isinstance(job.alarms[0].error, RoundTimeoutError)
-        assert "for rank 1" in str(job.alarms[0].error)
+        wait = Wait(job.controls[0], 1)
+        with pytest.raises(RoundTimeoutError, match=r"update 1 has waited 1 s .* for rank 1"):
+            until(lambda: not wait.check())
     finally:
         job.close()
+
+
+def test_a_decision_that_came_meanwhile_is_no_reason_to_end(job: Job) -> None:
+    job.controls[0].announce(Segment(5))
+    for rank in range(2):
+        job.controls[rank].announce(Contribution(rank, 1, 0))
+    assert until(lambda: job.coordinator.policy.version == 1)
+    job.controls[0].announce(Overdue(0, 1))
+    assert not until(lambda: job.alarms[0].error is not None, 0.5)
 
 
 def test_threads_are_named_and_gone_at_the_end() -> None:

@@ -15,9 +15,10 @@ from tests.ranks.faulty import MISTAKE, RANKS
 
 LAUNCHES = [
     ["torchrun", "backup_workers:raise:1", "dc_s3gd:raise:2", "backup_workers:kill:0"],
-    ["torchrun", "backup_workers:stop:1"],
+    ["torchrun", "k_batch_sync:raise:2", "cyclic_delay:raise:0", "backup_workers:stop:1"],
+    ["python", "backup_workers:stop:1"],
     ["torchrun", "ad_psgd:raise:2", "ad_psgd:kill:1"],
-    ["horovodrun", "backup_workers:raise:0", "backup_workers:kill:1"],
+    ["horovodrun", "k_batch_sync:raise:0", "cyclic_delay:raise:2", "backup_workers:kill:1"],
     ["horovodrun", "backup_workers:stop:2"],
     ["horovodrun", "dc_s3gd:kill:2"],
     ["horovodrun", "ad_psgd:kill:2"],

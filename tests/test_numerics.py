@@ -20,6 +20,7 @@ SCENARIOS = [
     "training.distance_damping",
     "training.share_of_slow_rank",
     "training.backups_0",
+    "training.backups_1_scheduled",
 ]
 
 
@@ -172,6 +173,24 @@ def test_a_slow_rank_gives_in_proportion_to_its_speed(trained: Path) -> None:
         fast = sum(made[:3]) / 3
         speed = sum(pace[:3]) / 3 / pace[3]
         assert made[3] / fast == pytest.approx(speed, rel=0.2), (name, made, pace)
+
+
+def test_clipping_accumulation_and_schedule_follow_the_version(trained: Path) -> None:
+    """Also on ranks that missed updates; the weights against NumPy, with clipping and decay."""
+    ranks = results(trained, "backups_1_scheduled")
+    parameters = ranks[0]["start"].copy()
+    momentum = np.zeros_like(parameters)
+    for number, round_ in enumerate(ranks[0]["rounds"][1::2]):
+        gradient = gradient_of(round_, ranks, mean=True, weight=lambda age: 1.0)
+        gradient *= min(1.0, 0.3 / (np.linalg.norm(gradient) + 1e-6))
+        momentum = MOMENTUM * momentum + gradient + 0.01 * parameters
+        parameters -= LR * 0.8 ** (number // 7) * momentum
+    np.testing.assert_allclose(ranks[0]["end"], parameters, rtol=0, atol=1e-9)
+    for rank in ranks:
+        assert rank["digests"] == ranks[0]["digests"]
+        np.testing.assert_allclose(rank["rates"], [LR * 0.8 ** (n // 7) for n in range(40)])
+    missed = [r for r in ranks[3]["rounds"] if 3 not in r.workers]
+    assert len(missed) > len(ranks[3]["rounds"]) / 2
 
 
 def test_no_backups_equals_lightning_ddp(trained: Path, ddp: Path) -> None:

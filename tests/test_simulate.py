@@ -316,7 +316,7 @@ class _Deaf(RoundsPolicy):
     def _form(self, now: float) -> list[Round]:
         return []
 
-    def missing(self) -> tuple[int, ...]:
+    def _awaited(self) -> tuple[int, ...]:
         return (3,)
 
 

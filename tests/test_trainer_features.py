@@ -10,6 +10,10 @@ import pytest
 from tests.launching import launch, results
 
 SCENARIOS = [
+    "training.logs_in_step",
+    "training.late_for_the_epoch",
+    "training.long_validation",
+    "training.short_cycles",
     "training.epoch_schedule",
     "training.bf16_and_groups",
     "training.callbacks_and_logs",
@@ -49,6 +53,27 @@ def test_early_stopping_checkpoints_and_synchronised_logs(trained: Path) -> None
     assert Path(ranks[0]["best"]).exists()
     logged = next(Path(trained, "csv").rglob("metrics.csv")).read_text()
     assert "dsgd/k" in logged and "dsgd/staleness" in logged
+
+
+def test_a_reduction_in_every_step_needs_every_rank_in_it(trained: Path) -> None:
+    for found in results(trained, "logs_in_step"):
+        assert found["backup_workers 0"] == 1.5
+        assert "on_step=False" in found["k_async"]
+        assert "on_step=False" in found["backup_workers 1"]
+
+
+def test_a_rank_that_missed_a_whole_epoch_has_logged_too(trained: Path) -> None:
+    ranks = results(trained, "late_for_the_epoch")
+    for rank in ranks:  # rank 3 has one batch in the mean, the others have three
+        assert rank == {"steps": 6, "rank": pytest.approx((0 * 3 + 1 * 3 + 2 * 3 + 3) / 10)}
+
+
+def test_validation_may_last_longer_than_the_timeout(trained: Path) -> None:
+    assert {rank["steps"] for rank in results(trained, "long_validation")} == {3}
+
+
+def test_an_epoch_may_be_shorter_than_a_cycle(trained: Path) -> None:
+    assert all(rank["steps"] == [1, 6] for rank in results(trained, "short_cycles"))
 
 
 def test_collectives_of_the_trainer(trained: Path) -> None:
@@ -103,6 +128,7 @@ def test_resuming_equals_not_stopping(trained: Path) -> None:
     for rank in results(trained, "resume"):
         np.testing.assert_array_equal(rank["resumed"], rank["whole"])
         assert not np.array_equal(rank["half"], rank["whole"])
+    assert [rank["written"] for rank in results(trained, "resume")] == [3, 0, 0, 0]
 
 
 def test_resuming_restores_the_policy(trained: Path) -> None:
@@ -120,5 +146,10 @@ def test_resuming_on_another_number_of_ranks(trained: Path) -> None:
         pytest.skip("a checkpoint is the same whoever wrote it: one launch is enough")
     launch("torchrun", ["training.resume_on_fewer"], trained.parent, ranks=2)
     ranks = results(trained, "resume_on_fewer", ranks=2)
-    assert {rank["epochs"] for rank in ranks} == {5}
+    half = results(trained, "resume")[0]["half"]
+    for rank in ranks:
+        np.testing.assert_array_equal(rank["start"], half)
+        assert rank["epochs"] == 5
+        assert rank["first"] == 2 * 16 + 1  # two epochs of four ranks with 16 batches each
+        assert rank["workers"] == {1}  # this run's backups, not those of the checkpoint
     assert len({rank["digest"] for rank in ranks}) == 1 and ranks[0]["finite"]

@@ -110,12 +110,15 @@ class Backend(abc.ABC):
         return [(sum(edge) - self.rank, edge) for edge in self.edges if self.rank in edge]
 
     @abc.abstractmethod
-    def channel(self, name: str) -> Channel:
-        """Open a channel; a collective operation itself."""
+    def channel(self, name: str, patience: float = 1.0) -> Channel:
+        """Open a channel; a collective operation itself. It waits `patience` times `timeout`."""
 
     @abc.abstractmethod
     def pairs(self) -> dict[int, Channel]:
-        """Open a channel of two per edge of this rank, by partner; only `sum_` is for use."""
+        """Open a channel of two per edge of this rank, by partner; only `sum_` is for use.
+
+        They wait twice `timeout`, so that the control plane can say first who is missing.
+        """
 
     @abc.abstractmethod
     def abandon(self) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ _CROWDED_CYCLE_MS = "12"
 more ranks than cores that alone would cost an idle rank a third of a core."""
 
 
+_JOBS = itertools.count()
 _process_sets: dict[Edge, Any] = {}
 """The pairs that Horovod knows; it is started once per process."""
 
@@ -83,6 +85,17 @@ def _check_name() -> None:
         )
 
 
+def _horovod() -> Any:
+    try:
+        import horovod.torch as hvd
+    except (ImportError, OSError) as error:  # built for another torch, or taken apart
+        raise BackendError(
+            f"Horovod is installed but does not load ({error}); run "
+            "`lightning-dsgd install-horovod --force`, or launch with torchrun"
+        ) from None
+    return hvd
+
+
 class HorovodBackend(Backend):
     """Horovod's global job. It is initialised once per process and left to its own exit handler."""
 
@@ -92,21 +105,20 @@ class HorovodBackend(Backend):
         self, rank: int, world_size: int, alarm: Alarm, timeout: float, edges: Sequence[Edge] = ()
     ) -> None:
         super().__init__(rank, world_size, alarm, timeout, edges)
+        self.job = next(_JOBS)
         local_size = int(os.environ.get("HOROVOD_LOCAL_SIZE", "1"))
         if local_size > (os.cpu_count() or 1):
             os.environ.setdefault("HOROVOD_CYCLE_TIME", _CROWDED_CYCLE_MS)
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(max(timeout, 30))))
         _check_name()
-        import horovod.torch as hvd
-
-        self.hvd: Any = hvd
+        hvd = self.hvd = _horovod()
         if not hvd.is_initialized():
             hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
             if self.edges:
                 _await_last_words()
 
-    def channel(self, name: str) -> Channel:
-        return HorovodChannel(name, self)
+    def channel(self, name: str, patience: float = 1.0) -> Channel:
+        return HorovodChannel(name, self, self.timeout * patience)
 
     def pairs(self) -> dict[int, Channel]:
         """One process set per edge, all of them given to Horovod when it started."""
@@ -117,7 +129,9 @@ class HorovodBackend(Backend):
                 "takes none later; let the strategy that exchanges in pairs be the first one used"
             )
         return {
-            partner: HorovodChannel(f"pair {a} and {b}", self, _process_sets[a, b])
+            partner: HorovodChannel(
+                f"pair {a} and {b}", self, self.timeout * 2, _process_sets[a, b]
+            )
             for partner, (a, b) in self.partners()
         }
 
@@ -126,10 +140,14 @@ class HorovodBackend(Backend):
 
 
 class HorovodChannel(Channel):
-    """Operations are told apart by the channel's name, so threads do not mix."""
+    """Operations are told apart by the job's number and the channel's name: threads do not mix,
+    and what a failed job has left pending is not taken for an operation of the next."""
 
-    def __init__(self, name: str, backend: HorovodBackend, members: Any = None) -> None:
-        super().__init__(name, backend.rank, backend.world_size, backend.alarm, backend.timeout)
+    def __init__(
+        self, name: str, backend: HorovodBackend, timeout: float, members: Any = None
+    ) -> None:
+        super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
+        self._prefix = f"dsgd.{backend.job}.{name}"
         self.hvd = backend.hvd
         self._members = members or self.hvd.global_process_set
 
@@ -154,7 +172,7 @@ class HorovodChannel(Channel):
         self.alarm.check()
         try:
             with torch.inference_mode(False):
-                handle = start(f"dsgd.{self.name}.{kind}")
+                handle = start(f"{self._prefix}.{kind}")
                 self._wait(handle)
                 return self.hvd.synchronize(handle)
         except RuntimeError as error:

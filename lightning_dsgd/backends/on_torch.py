@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,8 @@ _JOBS = itertools.count()
 _backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 _abandoned: list[object] = []
 """Groups with an operation that never ended: their destructor would wait for it."""
+_hosted: list[dist.Store] = []
+"""Rank 0's stores. They serve as long as the process: another rank may be a job ahead."""
 
 
 class TorchBackend(Backend):
@@ -49,7 +51,7 @@ class TorchBackend(Backend):
         edges: Sequence[Edge] = (),
     ) -> None:
         super().__init__(rank, world_size, alarm, timeout, edges)
-        self._on_gpu = device.type == "cuda" and dist.is_nccl_available()
+        self._device = device
         store = _store(address, port, rank, world_size, timeout)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
         self._address = _own_address(self._store, rank, world_size, address)
@@ -57,35 +59,35 @@ class TorchBackend(Backend):
         _backends.add(self)
         self._opened = 0
 
-    def channel(self, name: str) -> Channel:
+    def channel(self, name: str, patience: float = 1.0) -> Channel:
         self._opened += 1
-        return self._open(name, self.rank, self.world_size)
+        return self._open(name, self.rank, self.world_size, self.timeout * patience)
 
     def pairs(self) -> dict[int, Channel]:
         """A group of two per edge: the wait of a send or receive could not be interrupted."""
         self._opened += 1
         return {
-            partner: self._open(f"pair {a} and {b}", (a, b).index(self.rank), 2)
+            partner: self._open(f"pair {a} and {b}", (a, b).index(self.rank), 2, self.timeout * 2)
             for partner, (a, b) in self.partners()
         }
 
-    def _open(self, name: str, rank: int, size: int) -> Channel:
+    def _open(self, name: str, rank: int, size: int, timeout: float) -> Channel:
         store = dist.PrefixStore(f"{name}-{self._opened}", self._store)
-        group: Any
-        if self._on_gpu:
-            group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-        else:
-            group = dist.ProcessGroupGloo(store, rank, size, self._gloo())
-        channel = TorchChannel(name, group, self)
+        groups: dict[str, Any] = {"cpu": self._gloo(store, rank, size, timeout)}
+        if self._device.type == "cuda" and dist.is_nccl_available():
+            groups["cuda"] = dist.ProcessGroupNCCL(
+                dist.PrefixStore("cuda", store), rank, size, dist.ProcessGroupNCCL.Options()
+            )
+        channel = TorchChannel(name, groups, self, timeout)
         self._channels.append(channel)
         return channel
 
-    def _gloo(self) -> Any:
+    def _gloo(self, store: dist.Store, rank: int, size: int, timeout: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # its options carry no types
         options = gloo._Options()
-        options._timeout = timedelta(seconds=self.timeout)
+        options._timeout = timedelta(seconds=timeout)
         options._devices = [_device("" if "GLOO_SOCKET_IFNAME" in os.environ else self._address)]
-        return options
+        return gloo(store, rank, size, options)
 
     def close(self) -> None:
         """Close all channels."""
@@ -93,48 +95,59 @@ class TorchBackend(Backend):
             channel.close()
 
     def abandon(self) -> None:
-        _abandoned.extend(channel.group for channel in self._channels)
+        _abandoned.extend(channel.groups for channel in self._channels)
 
 
 class TorchChannel(Channel):
-    """A process group whose waits can be interrupted."""
+    """Process groups, one per type of device, whose waits can be interrupted."""
 
-    def __init__(self, name: str, group: Any, backend: TorchBackend) -> None:
-        super().__init__(name, backend.rank, backend.world_size, backend.alarm, backend.timeout)
-        self.group = group
+    def __init__(
+        self, name: str, groups: dict[str, Any], backend: TorchBackend, timeout: float
+    ) -> None:
+        super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
+        self.groups = groups
         self.busy = False
         """An operation has been started and has not ended."""
-        self.stream = torch.cuda.Stream() if backend._on_gpu else None
+        self.stream = torch.cuda.Stream(backend._device) if "cuda" in groups else None
 
     def close(self) -> None:
-        """End the group's threads; not in an operation."""
+        """End the groups' threads; not in an operation."""
         if not self.busy:
-            self.group = None
+            self.groups = {}
 
     def sum_(self, tensor: Tensor) -> None:
-        self._finish(lambda: self.group.allreduce([tensor]))
+        self._finish(tensor, lambda group: group.allreduce([tensor]))
 
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._finish(lambda: self.group.broadcast([tensor], options))
+        self._finish(tensor, lambda group: group.broadcast([tensor], options))
 
     def gather(self, tensor: Tensor) -> Tensor:
         out = tensor.new_empty((self.world_size, *tensor.shape))
-        self._finish(lambda: self.group.allgather([list(out.unbind(0))], [tensor]))
+        self._finish(tensor, lambda group: group.allgather([list(out.unbind(0))], [tensor]))
         return out
 
-    def _finish(self, start: Any) -> None:
+    def _finish(self, tensor: Tensor, start: Callable[[Any], Any]) -> None:
         self.alarm.check()
+        group = self.groups.get(tensor.device.type, self.groups["cpu"])
+        try:
+            if tensor.is_cuda:
+                self._on_stream(group, start)
+            else:
+                self._wait(start(group))
+        except RuntimeError as error:
+            if error is self.alarm.error:
+                raise
+            raise self.broken(error) from error
+
+    def _on_stream(self, group: Any, start: Callable[[Any], Any]) -> None:
+        """What was queued for the tensor comes first; the result is there on return."""
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            try:
-                self._wait(start())
-            except RuntimeError as error:
-                if error is self.alarm.error:
-                    raise
-                raise self.broken(error) from error
-        if self.stream is not None:
-            self.stream.synchronize()
+            self._wait(start(group))
+        self.stream.synchronize()
 
     def _wait(self, work: Any) -> None:
         """Sleep until the operation ends or the alarm rings: the group's own thread wakes us."""
@@ -176,6 +189,8 @@ def _store(address: str, port: int, rank: int, world_size: int, timeout: float) 
         wait_for_workers=False,
         multi_tenant=True,
     )
+    if rank == 0 and not hosted:
+        _hosted.append(store)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt-{attempt}", store)
 

@@ -115,8 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Install Horovod, from the cache if it can be, and show that it works."""
     if not args.force and (installed := probe_horovod()).found:
-        print(f"Horovod already works here: {_features(installed)} (--force builds it anew)")
-        return 0
+        lacking = requested(os.environ) - _operations(installed)
+        if not lacking:
+            print(f"Horovod already works here: {_features(installed)} (--force builds it anew)")
+            return 0
+        print(f"Horovod works here, but without {', '.join(sorted(lacking))}: building it anew")
     torch = probe_torch()
     if torch.found is None:
         return _refuse([_torch_problem(torch)])
@@ -256,6 +259,13 @@ def build_flags(env: Mapping[str, str]) -> dict[str, str]:
     given = {name: value for name, value in env.items() if name.startswith("HOROVOD_")}
     defaults = {k: v for k, v in DEFAULT_FLAGS.items() if _opposite(k) not in given}
     return {**defaults, **given}
+
+
+def requested(env: Mapping[str, str]) -> set[str]:
+    """The operations that the user's settings ask for by name."""
+    asked = {name for name in ("gloo", "mpi") if env.get(f"HOROVOD_WITH_{name.upper()}") == "1"}
+    gpu = {value.lower() for name, value in env.items() if name.startswith("HOROVOD_GPU_")}
+    return asked | (gpu & {"nccl", "mpi"})
 
 
 def _opposite(flag: str) -> str:
@@ -463,7 +473,10 @@ def _finish(installed: Probe) -> int:
     return 0
 
 
+def _operations(installed: Probe) -> set[str]:
+    return {name for name in ("gloo", "nccl", "mpi") if (installed.found or {}).get(name)}
+
+
 def _features(installed: Probe) -> str:
-    found = installed.found or {}
-    built = [name for name in ("gloo", "nccl", "mpi") if found.get(name)]
-    return f"{found.get('version')} with {', '.join(built) or 'no operations'}"
+    built = ", ".join(sorted(_operations(installed))) or "no operations"
+    return f"{(installed.found or {}).get('version')} with {built}"

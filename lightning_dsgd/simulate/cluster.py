@@ -99,8 +99,8 @@ def slowed(base: ComputeTime, stragglers: Stragglers, workers: int) -> PerRank:
     ]
     models: dict[int, ComputeTime] = {}
     for rank in range(workers):
-        own = base.for_rank(rank).scaled(stragglers.factors.get(rank, 1.0))
-        delays = [m for ranks, m in stragglers.delays if ranks is None or rank in ranks]
+        own = base.for_rank(rank).scaled(stragglers.factor_of(rank, workers))
+        delays = stragglers.delays_of(rank, workers)
         models[rank] = Sum((own, *delays, *pairs)) if delays or pairs else own
     return PerRank(base, models=models)
 

@@ -52,7 +52,12 @@ def strategy_for(name: str, kind: str) -> Any:
     timeout = 5.0 if kind == "stop" else 60.0
     if name == "backup_workers":
         return dsgd.BackupWorkersStrategy(backups=0, timeout=timeout)
-    return {"dc_s3gd": dsgd.DCS3GDStrategy, "ad_psgd": dsgd.ADPSGDStrategy}[name](timeout=timeout)
+    return {
+        "k_batch_sync": dsgd.KBatchSyncStrategy,
+        "cyclic_delay": dsgd.CyclicDelayStrategy,
+        "dc_s3gd": dsgd.DCS3GDStrategy,
+        "ad_psgd": dsgd.ADPSGDStrategy,
+    }[name](timeout=timeout)
 
 
 def note(out: Path, text: str) -> None:
@@ -63,12 +68,13 @@ def note(out: Path, text: str) -> None:
 
 
 def wait_for_the_others(out: Path, kind: str, victim: int) -> None:
-    """A stopped process cannot end itself, so the first survivor does it."""
+    """A stopped process cannot end itself; torchrun would let half a minute pass before it does."""
     expected = RANKS if kind == "raise" else RANKS - 1
     deadline = time.monotonic() + 30
     while len(list(out.glob("end.?"))) < expected and time.monotonic() < deadline:
         time.sleep(0.05)
-    if kind == "stop" and rank() == (victim + 1) % RANKS:
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if kind == "stop" and torchrun and rank() == (victim + 1) % RANKS:
         os.kill(json.loads((out / "fault").read_text())["pid"], signal.SIGKILL)
 
 

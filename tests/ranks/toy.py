@@ -107,14 +107,19 @@ def trainer_for(strategy: Any, callbacks: list[Any] | None = None, **options: An
 
 
 def train(
-    strategy: Any, *, delays: Stragglers | None = None, model: Any = None, **options: Any
+    strategy: Any,
+    *,
+    delays: Stragglers | None = None,
+    model: Any = None,
+    callbacks: list[Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train under observation."""
     watch = Watch()
     published = record_published(strategy)
     module = model or Toy()
-    callbacks = [watch, *([delays] if delays else [])]
-    trainer = trainer_for(strategy, callbacks, **{"max_steps": 40, "max_epochs": -1, **options})
+    watchers = [watch, *([delays] if delays else []), *(callbacks or [])]
+    trainer = trainer_for(strategy, watchers, **{"max_steps": 40, "max_epochs": -1, **options})
     trainer.fit(module, loader())
     return {
         "start": watch.start,

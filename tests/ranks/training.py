@@ -15,6 +15,7 @@ from torch import nn
 import lightning_dsgd as dsgd
 from tests.ranks.toy import (
     Toy,
+    Watch,
     digest,
     flat,
     loader,
@@ -117,6 +118,31 @@ def lightning_ddp(out: Path) -> Result:
     return _fifty_steps("ddp_fork")
 
 
+class Rates(pl.Callback):
+    """The learning rate that each update was made with."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def backups_1_scheduled(out: Path) -> Result:
+    """All of the above where ranks miss updates: rank 3 hardly ever takes part."""
+    rates = Rates()
+    delays = random_delays().slow(rank=3, seconds=0.03)
+    found = train(
+        dsgd.BackupWorkersStrategy(backups=1, cancel_late=True, timeout=60.0),
+        delays=delays,
+        model=_scheduled(),
+        callbacks=[rates],
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.3,
+    )
+    return {**found, "rates": rates.rates}
+
+
 def epoch_schedule(out: Path) -> Result:
     class Scheduled(Toy):
         def configure_optimizers(self) -> Any:
@@ -161,7 +187,7 @@ def callbacks_and_logs(out: Path) -> Result:
     class Logs(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -196,6 +222,83 @@ def callbacks_and_logs(out: Path) -> Result:
         "validated": tested[0]["val_loss"],
         "digest": digest(module),
     }
+
+
+class _LogsSteps(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rank", float(self.global_rank), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def logs_in_step(out: Path) -> Result:
+    """A reduction in every step: fine where all ranks make it, refused where they may not."""
+    found: Result = {}
+    for strategy in (
+        dsgd.KAsyncStrategy(timeout=60.0),
+        dsgd.BackupWorkersStrategy(timeout=60.0),
+        dsgd.BackupWorkersStrategy(backups=0, timeout=60.0),
+    ):
+        name = f"{strategy.strategy_name} {getattr(strategy, 'backups', '')}".strip()
+        trainer = trainer_for(strategy, max_steps=3, max_epochs=-1)
+        try:
+            trainer.fit(_LogsSteps(), loader())
+            found[name] = float(trainer.callback_metrics["rank"])
+        except dsgd.DSGDError as error:
+            found[name] = str(error)
+    return found
+
+
+def late_for_the_epoch(out: Path) -> Result:
+    """Rank 3 begins each epoch when the others have made all its updates, and logs all the same."""
+
+    class Late(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, *rest: Any) -> None:
+            exchange, last = trainer.strategy._exchange, trainer.global_step + 3
+            while trainer.global_rank == 3 and exchange.decided_version < last:
+                time.sleep(0.01)
+
+    class Logs(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("rank", float(self.global_rank), on_epoch=True, on_step=False, sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = trainer_for(
+        dsgd.BackupWorkersStrategy(timeout=20.0, rounds_per_epoch=3), [Late()], max_epochs=2
+    )
+    trainer.fit(Logs(), loader())
+    return {"rank": float(trainer.callback_metrics["rank"]), "steps": trainer.global_step}
+
+
+def long_validation(out: Path) -> Result:
+    """Validation in mid-epoch lasts longer than `timeout`, while a late gradient waits."""
+
+    class Long(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(3.5)
+
+    trainer = trainer_for(
+        dsgd.KAsyncStrategy(k=2, timeout=3.0),
+        [dsgd.Stragglers().slow(rank=3, seconds=0.05)],
+        max_steps=3,
+        max_epochs=-1,
+        limit_train_batches=4,
+        val_check_interval=2,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Long(), loader(), loader(64, shuffle=False))
+    return {"steps": trainer.global_step}
+
+
+def short_cycles(out: Path) -> Result:
+    """Fewer updates than ranks: not everybody has a turn."""
+    steps = []
+    for options in ({"fast_dev_run": True}, {"max_epochs": 3}):
+        strategy = dsgd.CyclicDelayStrategy(timeout=30.0, rounds_per_epoch=2)
+        trainer = trainer_for(strategy, **options)
+        trainer.fit(Toy(), loader())
+        steps.append(trainer.global_step)
+    return {"steps": steps}
 
 
 def predictions_and_gathers(out: Path) -> Result:
@@ -378,13 +481,20 @@ def _resumable(strategy: Any, **options: Any) -> tuple[Any, Any]:
 
 def resume(out: Path) -> Result:
     """Two epochs and two more from the checkpoint, beside four in a row."""
-    ends = {}
+    ends: Result = {"written": 0}
     for name, epochs, start in (("half", 2, None), ("resumed", 4, "half"), ("whole", 4, None)):
         module, trainer = _resumable(
             dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), max_epochs=epochs
         )
         path = str(out / f"{start}.ckpt") if start else None
         trainer.fit(module, loader(), ckpt_path=path)
+        write = trainer.strategy.checkpoint_io.save_checkpoint
+
+        def counted(*arguments: Any, write: Any = write, **options: Any) -> None:
+            ends["written"] += 1
+            write(*arguments, **options)
+
+        trainer.strategy.checkpoint_io.save_checkpoint = counted
         trainer.save_checkpoint(out / f"{name}.ckpt")
         ends[name] = flat(module)
     return ends
@@ -411,12 +521,18 @@ def resume_state(out: Path) -> Result:
 
 
 def resume_on_fewer(out: Path) -> Result:
-    """Started on 2 ranks, with a checkpoint that 4 ranks wrote."""
-    module = Toy()
-    trainer = trainer_for(dsgd.BackupWorkersStrategy(timeout=60.0), max_epochs=5, devices=2)
+    """Started on 2 ranks, with a checkpoint that 4 ranks wrote, and another number of backups."""
+    module = Toy().double()
+    watch = Watch()
+    trainer = trainer_for(
+        dsgd.BackupWorkersStrategy(backups=1, timeout=60.0), [watch], max_epochs=5, devices=2
+    )
     trainer.fit(module, loader(), ckpt_path=str(out / "half.ckpt"))
     return {
         "digest": digest(module),
         "epochs": trainer.current_epoch,
         "finite": bool(np.isfinite(flat(module)).all()),
+        "start": watch.start,
+        "first": min(watch.digests),
+        "workers": {len(round_.workers) for round_ in watch.rounds},
     }
