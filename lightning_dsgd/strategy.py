@@ -284,7 +284,7 @@ def _connect_metrics(model: nn.Module, strategy: CollectiveStrategy) -> None:
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
         assert strategy._main is not None
-        strategy.check_meeting("a metric with dist_sync_on_step=True")
+        strategy.check_meeting("a metric's synchronisation, as with dist_sync_on_step=True,")
         return strategy._main.gather_objects(tensor.detach())
 
     for module in model.modules():

@@ -241,7 +241,7 @@ class Ranks:
                     exchange.model.move(before, [before[0] + torch.from_numpy(delta)], seen)
                 moved[rank] += delta
                 if not exchange.may_go_on():
-                    return exchange.await_close()
+                    return exchange.await_close(self.made)
 
         self.each(train)
         return moved

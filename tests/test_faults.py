@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +36,7 @@ LIMITS = {"kill": 10.0, "raise": 10.0, "stop": 10.0 + 5.0}  # after the `timeout
 
 
 def run(launcher: str, cases: list[str], out: Path) -> int:
-    line = [*command(launcher, RANKS), "-m", "tests.ranks.faulty", str(out), *cases]
+    line = [*command(launcher, RANKS[launcher]), "-m", "tests.ranks.faulty", str(out), *cases]
     with (out / "output.txt").open("w") as output:
         process = subprocess.Popen(
             line,
@@ -64,12 +67,12 @@ def all_gone(pids: list[int], seconds: float = 20.0) -> bool:
     return not any(alive(pid) for pid in pids)
 
 
-def check(case: str, out: Path, log: str) -> list[int]:
+def check(case: str, ranks: int, out: Path, log: str) -> list[int]:
     """What the others noted of one case; returns the processes."""
     _, kind, victim = case.split(":")
     fault = json.loads((out / "fault").read_text())
     pids = [fault["pid"]]
-    for rank in sorted(set(range(RANKS)) - {int(victim)}):
+    for rank in sorted(set(range(ranks)) - {int(victim)}):
         report = json.loads((out / f"end.{rank}").read_text())
         pids.append(report["pid"])
         assert f"rank {victim}" in report["end"], (report, log)
@@ -83,12 +86,32 @@ def check(case: str, out: Path, log: str) -> list[int]:
     return pids
 
 
+@pytest.fixture(scope="session")
+def codes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[Path, Future[int]]]]:
+    """Every launch that is asked for, two at a time: they mostly wait."""
+    wanted = [item.callspec.params["launch"] for item in request.session.items if is_launch(item)]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        started = {}
+        for launch in wanted:
+            out = tmp_path_factory.mktemp("faults")
+            started[" ".join(launch)] = out, pool.submit(run, launch[0], launch[1:], out)
+        yield started
+
+
+def is_launch(item: Any) -> bool:
+    return item.originalname == "test_the_others_name_the_rank_and_end"
+
+
 @pytest.mark.parametrize("launch", LAUNCHES, ids=" ".join)
-def test_the_others_name_the_rank_and_end(launch: list[str], tmp_path: Path) -> None:
-    launcher, *cases = launch
-    code = run(launcher, cases, tmp_path)
-    log = (tmp_path / "output.txt").read_text()
+def test_the_others_name_the_rank_and_end(
+    launch: list[str], codes: dict[str, tuple[Path, Future[int]]]
+) -> None:
+    out, ended = codes[" ".join(launch)]
+    code = ended.result()
+    log = (out / "output.txt").read_text()
     assert code != 0, log
-    for case in cases:
-        pids = check(case, tmp_path / case, log)
+    for case in launch[1:]:
+        pids = check(case, RANKS[launch[0]], out / case, log)
     assert all_gone(pids), f"left behind: {[pid for pid in pids if alive(pid)]}"

@@ -39,9 +39,12 @@ def test_the_key_changes_with_all_a_wheel_depends_on(monkeypatch: pytest.MonkeyP
         command.cache_key({**TORCH, "abi": 0}, flags),
         command.cache_key(TORCH, {**flags, "HOROVOD_GPU_OPERATIONS": "NCCL"}),
     }
-    monkeypatch.setattr(command, "_processor", lambda: "another processor")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(command, "_processor", lambda: "another processor")
+        keys.add(command.cache_key(TORCH, flags))
+    monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
     keys.add(command.cache_key(TORCH, flags))
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 def test_the_key_ignores_the_order_of_flags() -> None:
@@ -218,6 +221,23 @@ def test_a_horovod_that_works_is_left_alone(
     monkeypatch.setattr(command, "probe_horovod", lambda: WORKS)
     assert cli.main(["install-horovod"]) == 0
     assert "already works here: 0.28.1 with gloo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "setting", ["HOROVOD_GPU_OPERATIONS=NCCL", "HOROVOD_GPU_ALLREDUCE=MPI", "HOROVOD_WITH_MPI=1"]
+)
+def test_a_horovod_without_what_the_settings_ask_for_is_built_anew(
+    machine: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+) -> None:
+    pretend(monkeypatch, WHEEL)
+    monkeypatch.setattr(command, "probe_horovod", lambda: WORKS)
+    monkeypatch.setenv(*setting.split("="))
+    assert cli.main(["install-horovod"]) == 0
+    assert len(machine) == 1
+    assert "but without " in capsys.readouterr().out
 
 
 def test_a_failed_build_says_why_and_keeps_the_log(

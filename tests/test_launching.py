@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +37,10 @@ def check(done: subprocess.CompletedProcess[str]) -> str:
     "line",
     [
         [*HOROVODRUN, "examples/train.py"],
+        [*TORCHRUN, "examples/train.py"],
         [PYTHON, "examples/train.py", "--devices", "2"],
     ],
-    ids=["horovodrun", "python"],
+    ids=["horovodrun", "torchrun", "python"],
 )
 def test_the_example_runs_as_documented(line: list[str]) -> None:
     output = check(run(*line, "--epochs", "1"))
@@ -74,6 +78,41 @@ def configured(name: str, *overrides: str, monkeypatch: pytest.MonkeyPatch) -> A
 def test_every_example_and_form_is_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = configured(*line.split(), monkeypatch=monkeypatch)
     assert type(trainer.strategy) is CONFIGURED[line]
+
+
+EVERY_RULE = """
+- {kind: slow, rank: 0, factor: 2, seconds: 0.1}
+- {kind: exponential, mean: 0.1}
+- {kind: pareto, alpha: 2.5, minimum: 0.01, ranks: [0]}
+- {kind: random_pair, seconds: 0.2}
+- {kind: recorded, seconds: [0.1, 0.3]}
+"""
+
+
+@pytest.mark.parametrize("copy", ["pytorch_lightning", "lightning.pytorch"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["k_sync", "{class_path: lightning_dsgd.KSyncStrategy, init_args: {k: 0.5, timeout: 7}}"],
+    ids=["name", "class"],
+)
+def test_yaml_of_ones_own(
+    copy: str, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = textwrap.indent(EVERY_RULE, " " * 10)
+    (tmp_path / "own.yaml").write_text(
+        f"trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy: {strategy}\n"
+        "  callbacks:\n    - class_path: lightning_dsgd.Stragglers\n      init_args:\n"
+        f"        seed: 3\n        rules:\n{rules}"
+    )
+    cli = importlib.import_module(f"{copy}.cli")
+    boring = importlib.import_module(f"{copy}.demos.boring_classes")
+    monkeypatch.setattr("sys.argv", ["cli.py", "--config", str(tmp_path / "own.yaml")])
+    trainer = cli.LightningCLI(boring.BoringModel, run=False).trainer
+    assert type(trainer.strategy) is dsgd.KSyncStrategy
+    if "init_args" in strategy:
+        assert (trainer.strategy.k, trainer.strategy.timeout) == (0.5, 7.0)
+    (slow,) = [one for one in trainer.callbacks if isinstance(one, dsgd.Stragglers)]
+    assert (slow.seed, slow.factors, slow.pairs, len(slow.delays)) == (3, {0: 2}, [0.2], 4)
 
 
 def test_every_example_is_tried() -> None:

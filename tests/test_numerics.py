@@ -180,7 +180,8 @@ def test_clipping_accumulation_and_schedule_follow_the_version(trained: Path) ->
     ranks = results(trained, "backups_1_scheduled")
     parameters = ranks[0]["start"].copy()
     momentum = np.zeros_like(parameters)
-    for number, round_ in enumerate(ranks[0]["rounds"][1::2]):
+    rounds = ranks[0]["rounds"][1::2]  # an update is made with every second batch
+    for number, round_ in enumerate(rounds):
         gradient = gradient_of(round_, ranks, mean=True, weight=lambda age: 1.0)
         gradient *= min(1.0, 0.3 / (np.linalg.norm(gradient) + 1e-6))
         momentum = MOMENTUM * momentum + gradient + 0.01 * parameters
@@ -189,8 +190,7 @@ def test_clipping_accumulation_and_schedule_follow_the_version(trained: Path) ->
     for rank in ranks:
         assert rank["digests"] == ranks[0]["digests"]
         np.testing.assert_allclose(rank["rates"], [LR * 0.8 ** (n // 7) for n in range(40)])
-    missed = [r for r in ranks[3]["rounds"] if 3 not in r.workers]
-    assert len(missed) > len(ranks[3]["rounds"]) / 2
+    assert sum(3 not in round_.workers for round_ in rounds) > 20
 
 
 def test_no_backups_equals_lightning_ddp(trained: Path, ddp: Path) -> None:

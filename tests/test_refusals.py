@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,35 @@ def test_ranks_cannot_meet_at_port_0(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer_for("backup_workers", devices=2, max_epochs=1).fit(Toy(), loader())
 
 
-def test_an_unknown_name_is_answered_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="bakup_workers"):
+def test_a_horovod_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "horovod" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN5torch')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    with pytest.raises(dsgd.BackendError, match=r"undefined symbol.*install-horovod --force"):
+        trainer_for("backup_workers", max_epochs=1).fit(Toy(), loader())
+
+
+def test_under_horovodrun_without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dsgd.backends.horovod_installed", lambda: False)
+    monkeypatch.setattr("lightning_dsgd.strategy.horovod_installed", lambda: False)
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    with pytest.raises(dsgd.BackendError, match="install-horovod"):
+        dsgd.BackupWorkersStrategy()
+
+
+def test_an_unknown_name_is_answered_by_lightning() -> None:
+    with pytest.raises(ValueError, match=r"invalid strategy name.*bakup_workers"):
         trainer_for("bakup_workers", devices=1)
+
+
+def test_an_unknown_algorithm_is_answered_with_the_choices() -> None:
     from lightning_dsgd.registry import load
 
     with pytest.raises(dsgd.ConfigurationError, match=r"installed: .*backup_workers, cyclic_delay"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_dsgd import ConfigurationError, Stragglers
+from tests.ranks.toy import Toy, loader, trainer_for
 
 
 def pauses(
@@ -20,6 +21,18 @@ def test_a_factor_multiplies_what_computing_takes() -> None:
     slow = Stragglers().slow(rank=3, factor=10, seconds=0.5)
     assert slow.pause(3, 4, 0, 0.1) == pytest.approx(9 * 0.1 + 0.5)
     assert slow.pause(2, 4, 0, 0.1) == 0.0
+
+
+def test_ranks_may_be_counted_from_the_last() -> None:
+    slow = Stragglers().slow(rank=-1, factor=3).recorded([0.5], ranks=[-2])
+    assert [slow.pause(rank, 4, 0, 0.1) for rank in range(4)] == pytest.approx([0, 0, 0.5, 0.2])
+
+
+def test_a_rule_for_a_rank_that_is_not_there_is_refused() -> None:
+    slow = Stragglers().slow(rank=1).exponential(0.1, ranks=[4])
+    trainer = trainer_for("auto", [slow], devices=1, max_epochs=1)
+    with pytest.raises(ConfigurationError, match="no rank 1 among 1 workers"):
+        trainer.fit(Toy(), loader())
 
 
 def test_random_pauses_have_their_mean_and_follow_the_seed() -> None:
@@ -62,9 +75,14 @@ def test_rules_from_yaml_are_the_same_object() -> None:
         ({"kind": "slow", "rank": 1, "factor": 0.5}, "factor=0.5"),
         ({"kind": "exponential", "mean": -1.0}, "exponential"),
         ({"kind": "recorded", "seconds": []}, "at least one"),
+        ({"kind": "recorded", "seconds": "x"}, "recorded"),
+        ({"kind": "random_pair", "seconds": -1.0}, "seconds=-1.0"),
+        ({"kind": "slow", "rank": "3"}, "rank='3'"),
+        ({"kind": "exponential", "mean": 0.1, "ranks": [1.5]}, "rank=1.5"),
+        ("slow", "no mapping"),
     ],
 )
-def test_bad_rules_are_refused(rule: dict[str, Any], text: str) -> None:
+def test_bad_rules_are_refused(rule: Any, text: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         Stragglers([rule])
     assert text in str(error.value)

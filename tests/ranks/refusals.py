@@ -94,7 +94,38 @@ def address_of_nobody(out: Path) -> None:
         del os.environ["LIGHTNING_DSGD_ADDRESS"]
 
 
+def batch_norm_across_ranks(out: Path) -> None:
+    _fit("backup_workers", sync_batchnorm=True)
+
+
+def learning_rate_finder(out: Path) -> None:
+    from pytorch_lightning.callbacks import LearningRateFinder
+
+    trainer = trainer_for("k_sync", [LearningRateFinder(num_training_steps=5)], max_epochs=1)
+    trainer.fit(Toy(), loader())
+
+
+def slow_rank_that_is_not_there(out: Path) -> None:
+    trainer = trainer_for("k_sync", [dsgd.Stragglers().slow(rank=4)], max_epochs=1)
+    trainer.fit(Toy(), loader())
+
+
+def unequal_streams(out: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 40 + 8 * rank()
+
+        def __iter__(self) -> Any:
+            return iter(dataset(len(self)))
+
+    _fit("backup_workers", data=torch.utils.data.DataLoader(Stream(), batch_size=4))
+
+
 EXPECTED = {
+    "batch_norm_across_ranks": "sync_batchnorm=True",
+    "learning_rate_finder": "learning-rate finder",
+    "slow_rank_that_is_not_there": "no rank 4 among 4 workers",
+    "unequal_streams": "rank 3: 16",
     "nothing_to_train": "no parameter to train",
     "address_of_nobody": "set LIGHTNING_DSGD_ADDRESS",
     "too_many_backups": "backups=4",
