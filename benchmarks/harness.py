@@ -64,8 +64,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def report(name: str, title: str, command: str, text: str, data: Any, *, write: bool) -> None:
-    """Print, and with `write` keep as a dated report with the command that made it."""
-    print(text)
+    """Print table and JSON; with `write` keep a dated report with the command that made it."""
+    print(text, json.dumps(data), sep="\n\n")
     if not write:
         return
     REPORTS.mkdir(exist_ok=True)

@@ -30,7 +30,7 @@ _JOBS = itertools.count()
 _backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 _abandoned: list[object] = []
 """Groups with an operation that never ended: their destructor would wait for it."""
-_hosted: list[dist.Store] = []
+_hosted: dict[tuple[str, int], dist.Store] = {}
 """Rank 0's stores. They serve as long as the process: another rank may be a job ahead."""
 
 
@@ -190,7 +190,7 @@ def _store(address: str, port: int, rank: int, world_size: int, timeout: float) 
         multi_tenant=True,
     )
     if rank == 0 and not hosted:
-        _hosted.append(store)
+        _hosted.setdefault((address, port), store)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
