@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import signal
 import socket
@@ -33,7 +32,6 @@ _CROWDED_CYCLE_MS = "12"
 more ranks than cores that alone would cost an idle rank a third of a core."""
 
 
-_JOBS = itertools.count()
 _process_sets: dict[Edge, Any] = {}
 """The pairs that Horovod knows; it is started once per process."""
 
@@ -105,7 +103,6 @@ class HorovodBackend(Backend):
         self, rank: int, world_size: int, alarm: Alarm, timeout: float, edges: Sequence[Edge] = ()
     ) -> None:
         super().__init__(rank, world_size, alarm, timeout, edges)
-        self.job = next(_JOBS)
         local_size = int(os.environ.get("HOROVOD_LOCAL_SIZE", "1"))
         if local_size > (os.cpu_count() or 1):
             os.environ.setdefault("HOROVOD_CYCLE_TIME", _CROWDED_CYCLE_MS)
@@ -140,14 +137,16 @@ class HorovodBackend(Backend):
 
 
 class HorovodChannel(Channel):
-    """Operations are told apart by the job's number and the channel's name: threads do not mix,
-    and what a failed job has left pending is not taken for an operation of the next."""
+    """Operations are told apart by the channel's name, so threads do not mix.
+
+    A name of its own per training would do more, but Horovod remembers every name it has met, and
+    looks at them all, many times a second, whether busy or not.
+    """
 
     def __init__(
         self, name: str, backend: HorovodBackend, timeout: float, members: Any = None
     ) -> None:
         super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
-        self._prefix = f"dsgd.{backend.job}.{name}"
         self.hvd = backend.hvd
         self._members = members or self.hvd.global_process_set
 
@@ -172,7 +171,7 @@ class HorovodChannel(Channel):
         self.alarm.check()
         try:
             with torch.inference_mode(False):
-                handle = start(f"{self._prefix}.{kind}")
+                handle = start(f"dsgd.{self.name}.{kind}")
                 self._wait(handle)
                 return self.hvd.synchronize(handle)
         except RuntimeError as error:
