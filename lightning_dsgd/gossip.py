@@ -107,14 +107,13 @@ class GossipExchange:
         timeout: float,
     ) -> None:
         self.rank = rank
-        self.model = model
         self.counts = Counts()
         self._pairs = pairs
         self._control = control
         self._alarm = alarm
         self._active = active
         self._timeout = timeout
-        self._mine, self._sum = buffers(), buffers()
+        self.change_layout(model, buffers)
         self._changed = threading.Condition()
         self._under_way = False
         self._closed = False
@@ -148,6 +147,11 @@ class GossipExchange:
                 self._changed.wait(wait.check())
         self._alarm.check()
         self._closed = False
+
+    def change_layout(self, model: SharedModel, buffers: Callable[[], Flat]) -> None:
+        """Between two segments, when no pair is under way: from now on average this one."""
+        self.model = model
+        self._mine, self._sum = buffers(), buffers()
 
     def close(self) -> None:
         """End the thread; no pair may be under way any more, or the alarm must have rung."""

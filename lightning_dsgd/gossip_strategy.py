@@ -28,7 +28,7 @@ from lightning_dsgd.coordinated import CoordinatedStrategy
 from lightning_dsgd.data import RoundsLoader, local_length, require_one_loader
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gossip import Counts, GossipExchange, SharedModel
-from lightning_dsgd.gradients import Flat, FlatLayout
+from lightning_dsgd.gradients import Flat, FlatLayout, check_unchanged
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.protocol import Segment
 from lightning_dsgd.worlds import Trainer
@@ -141,23 +141,18 @@ class GossipStrategy(CoordinatedStrategy):
     def start_exchange(self, trainer: Trainer) -> None:
         require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
-        layout = FlatLayout(self.model.parameters())
         self._batches = self._batches_per_epoch(trainer)
         self._made = 0
-        self._flat, self._after = layout.zeros(), layout.zeros()
-        self._views = list(zip(layout.views(self._flat), layout.views(self._after), strict=True))
         self._own_buffers: list[Tensor] | None = None
         self._fresh = True
-        own = layout.zeros()
-        for parameter, view in layout.views(own):
-            view.copy_(parameter.detach())
+        own = self._lay_out()
         control = self.connect_control(self.make_policy() if self.is_global_zero else None)
         self._exchange = GossipExchange(
             self.global_rank,
             self._backend.pairs(),
             control,
             SharedModel(own),
-            layout.zeros,
+            self._layout.zeros,
             self.alarm,
             active=self.is_active(),
             timeout=self.timeout,
@@ -167,6 +162,29 @@ class GossipStrategy(CoordinatedStrategy):
         if trainer.fit_loop.restarting and progress.is_last_batch:
             # the checkpoint was written at the end of an epoch, whatever its number of steps
             trainer.val_check_batch = progress.current.ready
+
+    def _lay_out(self) -> Flat:
+        """What depends on which parameters are trained; returns those of the module."""
+        assert self.model is not None
+        layout = self._layout = FlatLayout(self.model.parameters())
+        self._flat, self._after = layout.zeros(), layout.zeros()
+        self._views = list(zip(layout.views(self._flat), layout.views(self._after), strict=True))
+        now = layout.zeros()
+        for parameter, view in layout.views(now):
+            view.copy_(parameter.detach())
+        return now
+
+    def follow_parameters(self) -> None:
+        """Fine-tuning freezes and frees parameters: new ones are the same on all ranks so far."""
+        assert self.model is not None and self._main is not None and self._exchange is not None
+        old, own = self._layout, self._after
+        if old.fits(self.model.parameters()):
+            return
+        self._exchange.model.read(own)
+        now = self._lay_out()
+        model = SharedModel(self._layout.carry(own, old, onto=now))
+        self._exchange.change_layout(model, self._layout.zeros)
+        self._main.barrier()
 
     def end_epoch(self) -> None:
         if self._in_epoch:
@@ -241,6 +259,7 @@ class GossipStrategy(CoordinatedStrategy):
         if self._own_buffers is not None:
             self._restore_buffers(self._own_buffers)
         self._own_buffers = None
+        self.follow_parameters()
         self._epoch_end = self._made + gradients
         self._in_epoch = True
         self._begin_segment()
@@ -264,6 +283,7 @@ class GossipStrategy(CoordinatedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._fresh:
+            check_unchanged(self._layout)
             self._load_own()
             self._fresh = False
         return super().training_step(*args, **kwargs)

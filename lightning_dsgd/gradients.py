@@ -21,7 +21,8 @@ class FlatLayout:
     """Where each parameter lies in the flat buffers."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self._all = list(parameters)
+        self.parameters = [p for p in self._all if p.requires_grad]
         if not self.parameters:
             raise ConfigurationError("the model has no parameter to train")
         groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -33,6 +34,21 @@ class FlatLayout:
     def nbytes(self) -> int:
         """Size of one gradient."""
         return sum(p.numel() * p.element_size() for p in self.parameters)
+
+    def fits(self, parameters: Iterable[nn.Parameter] | None = None) -> bool:
+        """Is it still these that are trained, of those given or of those it was made of?"""
+        trained = [p for p in parameters or self._all if p.requires_grad]
+        same = (a is b for a, b in zip(trained, self.parameters, strict=False))
+        return len(trained) == len(self.parameters) and all(same)
+
+    def carry(self, flat: Flat, old: FlatLayout, onto: Flat | None = None) -> Flat:
+        """Another layout's buffers as this one's; what it did not know stays as in `onto`, or 0."""
+        new = self.zeros() if onto is None else onto
+        targets = {id(parameter): view for parameter, view in self.views(new)}
+        for parameter, view in old.views(flat):
+            if id(parameter) in targets:
+                targets[id(parameter)].copy_(view)
+        return new
 
     def zeros(self) -> Flat:
         """Fresh buffers, all zero."""
@@ -48,6 +64,15 @@ class FlatLayout:
             parts = buffer.split([p.numel() for p in members])
             pairs.extend((p, part.view_as(p)) for p, part in zip(members, parts, strict=True))
         return pairs
+
+
+def check_unchanged(layout: FlatLayout) -> None:
+    """Refuse what one rank does while others are at another update."""
+    if not layout.fits():
+        raise ConfigurationError(
+            "parameters were frozen or freed within an epoch, while ranks are at different "
+            "updates; change `requires_grad` in on_train_epoch_start, as BaseFinetuning does"
+        )
 
 
 class FlatGradients:

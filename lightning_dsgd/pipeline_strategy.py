@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.coordinated import CoordinatedStrategy, say
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.gradients import FlatLayout
+from lightning_dsgd.gradients import FlatLayout, check_unchanged
 from lightning_dsgd.monitor import CHECKPOINT_KEY
 from lightning_dsgd.pipeline import WIRES, Pipeline, Wire
 from lightning_dsgd.points import Points
@@ -151,6 +151,7 @@ class PipelineStrategy(CoordinatedStrategy):
         assert self._pipeline is not None
         if self._pipeline.under_way:
             assert self._points is not None
+            check_unchanged(self._points.layout)
             self._pipeline.finish()
             self._points.rejoin()
             self._moved = self._points.distance()
@@ -163,11 +164,9 @@ class PipelineStrategy(CoordinatedStrategy):
     def _refresh_layout(self) -> None:
         """Parameters may have been frozen or freed since the last drain."""
         assert self.model is not None
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        known = [] if self._points is None else self._points.layout.parameters
-        if not known or [id(p) for p in trained] != [id(p) for p in known]:
+        if self._points is None or not self._points.layout.fits(self.model.parameters()):
             self._points = None  # frees its memory first
-            self._points = Points(FlatLayout(trained))
+            self._points = Points(FlatLayout(self.model.parameters()))
 
     def agree(self) -> None:
         """Drain: take in what is under way, so that all ranks hold the same parameters."""

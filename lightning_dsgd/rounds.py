@@ -139,6 +139,12 @@ class RoundsExchange:
                 self._changed.wait(seconds)
         self.waited += time.monotonic() - began
 
+    def change_layout(self, pool: FlatPool, carry: Callable[[Flat], Flat]) -> None:
+        """Between two segments: from now on gradients have another form, late ones too."""
+        with self._changed:
+            self._pool = pool
+            self._pending = {seq: carry(flat) for seq, flat in self._pending.items()}
+
     def settle(self, timeout: float) -> None:
         """Wait until every round that has been decided is executed and no more can follow."""
         self._thread.join(timeout)

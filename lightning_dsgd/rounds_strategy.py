@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
@@ -30,7 +30,7 @@ from lightning_dsgd.coordinated import CoordinatedStrategy
 from lightning_dsgd.damping import Damping, DistanceDamping, scale_of
 from lightning_dsgd.data import RoundsLoader, agreed_length, local_length, require_one_loader
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool
+from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool, check_unchanged
 from lightning_dsgd.monitor import CHECKPOINT_KEY
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Applied, Contribution, Round, Segment
@@ -88,6 +88,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self._fresh = True
         self._abandon = False
         self._in_user_step = False
+        self._hooks: list[Any] = []
 
     # ------------------------------------------------------- what an algorithm defines
 
@@ -144,19 +145,15 @@ class RoundsStrategy(CoordinatedStrategy):
     def start_exchange(self, trainer: Trainer) -> None:
         require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
-        layout = FlatLayout(self.model.parameters())
-        self._gradients = FlatGradients(layout)
-        self._pool = FlatPool(layout)
+        self._lay_out()
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
         self._cancelled: tuple[float, ...] = ()
         self._computing_seconds = 0.0
         self._computed_seconds: tuple[float, ...] = ()
         self._applied_flat: list[Tensor] | None = None
-        self._distance = self._make_distance_damping(layout)
-        self._hooks = self._install_cancel_hooks(layout) if self.cancel_late else []
         self.policy_state = self._main.broadcast_object(self.policy_state)
-        control = self._connect_coordinator(layout.nbytes)
+        control = self._connect_coordinator(self._layout.nbytes)
         self._exchange = RoundsExchange(
             self._backend.channel("rounds", patience=2),
             control,
@@ -168,11 +165,32 @@ class RoundsStrategy(CoordinatedStrategy):
         )
         control.await_welcome()
 
-    def _make_distance_damping(self, layout: FlatLayout) -> DistanceDamping | None:
+    def _lay_out(self) -> None:
+        """What depends on which parameters are trained."""
+        assert self.model is not None
+        self._layout = FlatLayout(self.model.parameters())
+        self._gradients = FlatGradients(self._layout)
+        self._pool = FlatPool(self._layout)
+        self._distance = self._make_distance_damping()
+        self._replace_cancel_hooks(self._layout.parameters if self.cancel_late else [])
+
+    def follow_parameters(self) -> None:
+        """Fine-tuning freezes and frees parameters: late gradients know nothing of new ones."""
+        assert self.model is not None and self._main is not None and self._exchange is not None
+        old = self._layout
+        if old.fits(self.model.parameters()):
+            return
+        self._lay_out()
+        self._accumulated = self._layout.carry(self._accumulated, old)
+        self._applied_flat = None
+        self._exchange.change_layout(self._pool, lambda flat: self._layout.carry(flat, old))
+        self._main.barrier()
+
+    def _make_distance_damping(self) -> DistanceDamping | None:
         if self.damping != "distance":
             return None
         assert self.max_staleness is not None
-        return DistanceDamping(layout, self.damping_constant, self.max_staleness)
+        return DistanceDamping(self._layout, self.damping_constant, self.max_staleness)
 
     def logged_values(self) -> dict[str, float]:
         if self.last_round is None:
@@ -230,8 +248,7 @@ class RoundsStrategy(CoordinatedStrategy):
         if exchange is not None:
             exchange.close()
             self.idle_seconds = exchange.waited
-        for hook in getattr(self, "_hooks", []):
-            hook.remove()
+        self._replace_cancel_hooks([])
 
     def snapshot_policy(self) -> dict[str, Any]:
         """The policy's state for a checkpoint; rank 0 alone knows it, and it alone writes."""
@@ -282,6 +299,7 @@ class RoundsStrategy(CoordinatedStrategy):
     def begin_epoch(self) -> None:
         """Rounds up to the end of this epoch, or of the training, may be decided."""
         assert self.lightning_module is not None and self._control is not None
+        self.follow_parameters()
         trainer = self.lightning_module.trainer
         done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         left = math.ceil(
@@ -302,6 +320,7 @@ class RoundsStrategy(CoordinatedStrategy):
         """
         assert self._exchange is not None
         if self._fresh:
+            check_unchanged(self._layout)
             self._fresh = False
             self._abandon = False
             overtaken = self._exchange.decided and not self._opening
@@ -489,8 +508,10 @@ class RoundsStrategy(CoordinatedStrategy):
 
     # ---------------------------------------------------------------------- cancelling
 
-    def _install_cancel_hooks(self, layout: FlatLayout) -> list[Any]:
-        return [p.register_post_accumulate_grad_hook(self._cancel) for p in layout.parameters]
+    def _replace_cancel_hooks(self, parameters: list[nn.Parameter]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._cancel) for p in parameters]
 
     def _cancel(self, parameter: Tensor) -> None:
         if self._exchange is not None and self._exchange.overtaken.is_set():

@@ -399,6 +399,14 @@ def test_small_things(out: Path) -> None:
     assert found[0]["gradients"] == 40
 
 
+def test_layers_are_frozen_and_freed(out: Path) -> None:
+    first, *others = [np.array(result["tuned"]) for result in results(out, "small_things")]
+    assert all(np.array_equal(tuned, first) for tuned in others)
+    changed = first[1:] != first[:-1]
+    assert changed[:, :56].any(1).tolist() == [False, True, True, True]
+    assert changed[:, 56:].any(1).tolist() == [True, True, False, False]
+
+
 def test_refusals_say_what_and_what_instead(out: Path) -> None:
     for result in results(out, "refuses"):
         for expected, message in result.items():

@@ -72,6 +72,28 @@ def test_a_rank_may_be_a_training_ahead_of_rank_0() -> None:
     assert said(STORE) == ["training"]
 
 
+MEETING = """
+import socket
+from lightning_dsgd.backends import on_torch
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+for rank in (1, 0):  # nobody is there; then rank 0 is, alone
+    try:
+        store = on_torch._store("127.0.0.1", port, rank, 4, 1.0)
+        on_torch._own_address(store, 0, 4, "127.0.0.1", 1.0)
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    nowhere, alone = " ".join(said(MEETING)).split("RoundTimeoutError: ")
+    assert nowhere.startswith("RunError: rank 1: ranks cannot meet at 127.0.0.1:")
+    assert alone == "rank 0 has waited 1 s for rank 1, 2, 3 to start"
+
+
 EXIT = """
 import os, sys
 from lightning_dsgd import strategy

@@ -12,7 +12,7 @@ from lightning_dsgd.damping import damping_factor
 from lightning_dsgd.protocol import Round
 from lightning_dsgd.trace import make_policy, read_trace
 from tests.launching import launch, results
-from tests.ranks.toy import LR, MOMENTUM
+from tests.ranks.toy import LR, MOMENTUM, fine_tune
 from tests.ranks.training import FAMILIES
 
 SCENARIOS = [
@@ -21,6 +21,7 @@ SCENARIOS = [
     "training.share_of_slow_rank",
     "training.backups_0",
     "training.backups_1_scheduled",
+    "training.fine_tuning",
 ]
 
 
@@ -199,3 +200,21 @@ def test_no_backups_equals_lightning_ddp(trained: Path, ddp: Path) -> None:
     for rank in results(trained, "backups_0"):
         assert rank["steps"] == 50
         np.testing.assert_allclose(rank["end"], expected, rtol=0, atol=1e-6)
+
+
+def test_fine_tuning_equals_one_process_on_all_rows(trained: Path) -> None:
+    """The ranks' batches of an update are the rows of one batch four times as large."""
+    expected = fine_tune("auto", devices=1)
+    for rank in results(trained, "fine_tuning"):
+        np.testing.assert_allclose(rank["synchronous"], expected, rtol=0, atol=1e-12)
+
+
+def test_fine_tuning_keeps_replicas_identical(trained: Path) -> None:
+    first, *others = results(trained, "fine_tuning")
+    for name, ends in first.items():
+        assert all(np.array_equal(rank[name], ends) for rank in others), name
+        start, one, two, three, _ = (end.reshape(-1) for end in ends)
+        early, late = slice(0, 56), slice(56, 83)  # the first layer's weights, and the last one's
+        moved = [(a != b).any() for a, b in ((start[early], one[early]), (one[early], two[early]))]
+        assert moved == [False, True], name
+        assert (one[late] != two[late]).all() and (two[late] == three[late]).all(), name

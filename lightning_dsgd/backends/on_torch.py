@@ -23,10 +23,12 @@ from torch import Tensor
 
 from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import Backend, Channel, Edge
-from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.errors import ConfigurationError, RoundTimeoutError, RunError
 from lightning_dsgd.hosts import Place, reachable_address, this_place
 
 _JOBS = itertools.count()
+_MEETING_SECONDS = 60.0
+"""A start takes its time, however short `timeout` is."""
 _backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 _abandoned: list[object] = []
 """Groups with an operation that never ended: their destructor would wait for it."""
@@ -52,9 +54,10 @@ class TorchBackend(Backend):
     ) -> None:
         super().__init__(rank, world_size, alarm, timeout, edges)
         self._device = device
-        store = _store(address, port, rank, world_size, timeout)
+        patience = max(timeout, _MEETING_SECONDS)
+        store = _store(address, port, rank, world_size, patience)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
-        self._address = _own_address(self._store, rank, world_size, address)
+        self._address = _own_address(self._store, rank, world_size, address, patience)
         self._channels: list[TorchChannel] = []
         _backends.add(self)
         self._opened = 0
@@ -172,23 +175,29 @@ class TorchChannel(Channel):
         self.alarm.check()
 
 
-def _store(address: str, port: int, rank: int, world_size: int, timeout: float) -> dist.Store:
+def _store(address: str, port: int, rank: int, world_size: int, patience: float) -> dist.Store:
     """The launcher's store under torchrun; otherwise one that rank 0 opens."""
     if port == 0:
         raise ConfigurationError(
             "MASTER_PORT=0 is no port to meet at; give torchrun --standalone or a --master-port"
         )
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    limit = timedelta(seconds=max(timeout, 60.0))
-    store = dist.TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=rank == 0 and not hosted,
-        timeout=limit,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0 and not hosted,
+            timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistNetworkError as error:
+        reason = str(error).partition("\n")[0]
+        raise RunError(
+            f"rank {rank}: ranks cannot meet at {address}:{port}, which MASTER_ADDR and "
+            f"MASTER_PORT or the launcher chose: {reason}"
+        ) from None
     if rank == 0 and not hosted:
         _hosted.setdefault((address, port), store)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -205,11 +214,20 @@ def _device(address: str) -> Any:
     return gloo.create_device(hostname=address) if address else gloo.create_default_device()
 
 
-def _own_address(store: dist.Store, rank: int, world_size: int, meeting_point: str) -> str:
+def _own_address(
+    store: dist.Store, rank: int, world_size: int, meeting_point: str, patience: float
+) -> str:
     """By which the others reach this host; a collective of its own, before there is any group."""
     own = this_place(meeting_point)
-    store.set(f"place-{rank}", json.dumps(own))
-    found = store.multi_get([f"place-{other}" for other in range(world_size)])
+    keys = [f"place-{other}" for other in range(world_size)]
+    store.set(keys[rank], json.dumps(own))
+    try:
+        found = store.multi_get(keys)
+    except dist.DistStoreError:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        raise RoundTimeoutError(
+            f"rank {rank} has waited {patience:g} s for rank {', '.join(missing)} to start"
+        ) from None
     return reachable_address(own, [Place(*json.loads(place)) for place in found])
 
 

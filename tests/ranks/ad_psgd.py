@@ -14,7 +14,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 import lightning_dsgd as dsgd
-from tests.ranks.toy import Toy, digest, flat, loader, trainer_for
+from tests.ranks.toy import Toy, digest, fine_tune, flat, loader, trainer_for
 
 Result = dict[str, Any]
 
@@ -205,7 +205,7 @@ def refuses_inside(out: Path) -> Result:
 
 
 def small_things(out: Path) -> Result:
-    """fast_dev_run and an endless dataset."""
+    """fast_dev_run, an endless dataset, and layers that are frozen and freed."""
 
     class Endless(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -218,4 +218,8 @@ def small_things(out: Path) -> Result:
     endless = torch.utils.data.DataLoader(Endless(), batch_size=4)
     trainer_for(strategy, max_epochs=2).fit(module, endless)
     assert strategy.tally is not None
-    return {"gradients": sum(c.gradients for c in strategy.tally.ranks), "digest": digest(module)}
+    return {
+        "gradients": sum(c.gradients for c in strategy.tally.ranks),
+        "digest": digest(module),
+        "tuned": fine_tune(dsgd.ADPSGDStrategy(timeout=60.0), callbacks=[_slow()]),
+    }

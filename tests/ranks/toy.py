@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_dsgd import Stragglers
+from tests.ranks.run import rank
 
 LR, MOMENTUM = 0.05, 0.9
 BATCH = 4
@@ -130,6 +132,43 @@ def train(
         "steps": trainer.global_step,
         "tally": strategy.tally.as_dict() if strategy.tally else None,
     }
+
+
+class FineTuning(BaseFinetuning):
+    """The first layer is frozen in the first epoch, the last one from the third on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.network[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.network[0], optimizer, lr=LR)
+        elif epoch == 2:
+            self.freeze(pl_module.network[2])
+
+
+class Tuned(Toy):
+    """Remembers its weights at the end of each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum, weight_decay=0.01)
+
+    def on_train_start(self) -> None:
+        self.ends = [flat(self)]
+
+    def on_train_epoch_end(self) -> None:
+        self.ends.append(flat(self))
+
+
+def fine_tune(strategy: Any, callbacks: Any = (), devices: int = 4) -> list[np.ndarray]:
+    """Weights at the start and after each of four epochs, with the same rows in each update."""
+    module = Tuned()
+    mine = Subset(dataset(64), range(rank(), 64, devices))
+    data = DataLoader(mine, batch_size=16 // devices)
+    options = {"use_distributed_sampler": False, "devices": devices, "max_epochs": 4}
+    trainer_for(strategy, [FineTuning(), *callbacks], **options).fit(module, data)
+    return module.ends
 
 
 def random_delays(seconds: float = 0.004) -> Stragglers:

@@ -17,6 +17,7 @@ from tests.ranks.toy import (
     Toy,
     Watch,
     digest,
+    fine_tune,
     flat,
     loader,
     random_delays,
@@ -116,6 +117,20 @@ def backups_0(out: Path) -> Result:
 def lightning_ddp(out: Path) -> Result:
     """One process that forks the ranks and gets the weights back: they need not import anew."""
     return _fifty_steps("ddp_fork")
+
+
+def fine_tuning(out: Path) -> Result:
+    """Layers are frozen and freed between epochs, also while late gradients are under way."""
+    found: Result = {"synchronous": fine_tune(dsgd.BackupWorkersStrategy(backups=0, timeout=60.0))}
+    for strategy in (
+        dsgd.BackupWorkersStrategy(backups=1, cancel_late=True, timeout=60.0),
+        dsgd.KAsyncStrategy(k=1, timeout=60.0),
+        dsgd.KAsyncStrategy(k=1, max_staleness=6, damping="distance", timeout=60.0),
+        dsgd.CyclicDelayStrategy(timeout=60.0),
+    ):
+        name = f"{strategy.strategy_name} {strategy.damping}"
+        found[name] = fine_tune(strategy, callbacks=[random_delays()])
+    return found
 
 
 class Rates(pl.Callback):
