@@ -24,7 +24,6 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	command -v cmake >/dev/null || $(BIN)/pip install -q 'cmake<4'
 	$(BIN)/lightning-dsgd install-horovod
 	touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -11,8 +12,13 @@ from typing import Any
 from benchmarks.harness import Case, launch, report, spread, table
 from lightning_dsgd.theory import harmonic
 
-TENFOLD = [{"kind": "slow", "rank": rank, "seconds": 0.05} for rank in range(3)]
-TENFOLD += [{"kind": "slow", "rank": 3, "seconds": 0.5}]
+
+def _each(seconds: float) -> list[dict[str, Any]]:
+    """The pause that stands for the work of a mini-batch, on every rank."""
+    return [{"kind": "slow", "rank": rank, "seconds": seconds} for rank in range(4)]
+
+
+TENFOLD = [*_each(0.05)[:3], {"kind": "slow", "rank": 3, "seconds": 0.5}]
 
 
 def overhead(repetitions: int, write: bool) -> None:
@@ -44,31 +50,50 @@ def overhead(repetitions: int, write: bool) -> None:
     )
 
 
-def straggler(repetitions: int, write: bool) -> None:
-    """One of four ranks is ten times slower."""
-    common: Case = {"steps": 40, "warm_up": 5, "stragglers": TENFOLD}
-    named: dict[str, Case] = {
-        "backup_workers, backups=1": {"strategy": "backup_workers", "arguments": {"backups": 1}},
-        "k_batch_sync, k=3": {"strategy": "k_batch_sync", "arguments": {"k": 3}},
-        "k_async, k=3": {"strategy": "k_async", "arguments": {"k": 3}},
-        "k_batch_async, k=3": {"strategy": "k_batch_async", "arguments": {"k": 3}},
-        "backup_workers, backups=0": {"strategy": "backup_workers", "arguments": {"backups": 0}},
-        "Lightning DDP": {"strategy": "ddp"},
-    }
-    cases = [{**common, **case} for case in named.values()]
-    runs = [launch(cases) for _ in range(repetitions)]
-    pace = {name: [run[i][0]["per_update"] for run in runs] for i, name in enumerate(named)}
-    base = statistics.median(pace["Lightning DDP"])
-    rows = [
-        [name, spread(values), f"{base / statistics.median(values):.1f}"]
-        for name, values in pace.items()
-    ]
-    text = table(
-        ["50 ms per gradient, rank 3 500 ms", "seconds per update", "times DDP's pace"], rows
+SCENARIOS: dict[str, list[dict[str, Any]]] = {
+    "nobody slow": _each(0.05),
+    "rank 3 ten times slower": TENFOLD,
+    "two random ranks 0.2 s late": [*_each(0.05), {"kind": "random_pair", "seconds": 0.2}],
+    "30 ms + Pareto(1.5, 20 ms)": [
+        *_each(0.03),
+        {"kind": "pareto", "alpha": 1.5, "minimum": 0.02},
+    ],
+}
+SYNCHRONOUS = "backup_workers, backups=0"
+RIVALS: dict[str, Case] = {
+    SYNCHRONOUS: {"strategy": "backup_workers", "arguments": {"backups": 0}},
+    "backup_workers, backups=1": {"strategy": "backup_workers", "arguments": {"backups": 1}},
+    "k_batch_sync, k=3": {"strategy": "k_batch_sync", "arguments": {"k": 3}},
+    "k_async, k=3": {"strategy": "k_async", "arguments": {"k": 3}},
+    "k_batch_async, k=3": {"strategy": "k_batch_async", "arguments": {"k": 3}},
+    "Lightning DDP": {"strategy": "ddp"},
+}
+
+
+def straggler(repetitions: int, write: bool, launcher: str = "torchrun") -> None:
+    """Every strategy in every scenario, in one launch; DDP comes last, and needs torchrun."""
+    base = "Lightning DDP" if launcher == "torchrun" else SYNCHRONOUS
+    rivals = [name for name in RIVALS if launcher == "torchrun" or name != "Lightning DDP"]
+    pairs = [(scenario, name) for name in rivals for scenario in SCENARIOS]
+    common: Case = {"steps": 35, "warm_up": 5, "seed": 1}
+    cases = [{**common, **RIVALS[name], "stragglers": SCENARIOS[s]} for s, name in pairs]
+    runs = [launch(cases, launcher=launcher) for _ in range(repetitions)]
+    pace = {pair: [run[i][0]["per_update"] for run in runs] for i, pair in enumerate(pairs)}
+    rows = []
+    for scenario in SCENARIOS:
+        for name in rivals:
+            both = zip(pace[scenario, base], pace[scenario, name], strict=True)
+            ratios = [theirs / ours for theirs, ours in both]
+            rows.append([scenario, name, spread(pace[scenario, name]), spread(ratios, 2)])
+    text = table(["scenario", "strategy", "seconds per update", f"times the pace of {base}"], rows)
+    text += (
+        f"\n\n4 ranks under {launcher}, 50 ms per mini-batch where nothing else is said; median "
+        f"and range of {repetitions} launches, every strategy and scenario in each. An update "
+        "holds 4 gradients with DDP and backups=0, 3 with the others."
     )
-    report(
-        "straggler", "One slow rank", _command("straggler", repetitions), text, pace, write=write
-    )
+    name = "straggler" if launcher == "torchrun" else f"straggler_{launcher}"
+    data = [{"scenario": s, "strategy": n, "seconds": pace[s, n]} for s, n in pairs]
+    report(name, "Slow ranks", _command(name, repetitions), text, data, write=write)
 
 
 def closed_forms(repetitions: int, write: bool) -> None:
@@ -301,6 +326,7 @@ def prediction(repetitions: int, write: bool) -> None:
 BENCHMARKS: dict[str, Callable[[int, bool], None]] = {
     "overhead": overhead,
     "straggler": straggler,
+    "straggler_horovodrun": functools.partial(straggler, launcher="horovodrun"),
     "closed_forms": closed_forms,
     "accuracy": accuracy,
     "cyclic_digits": cyclic_digits,

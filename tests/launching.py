@@ -38,7 +38,7 @@ def launch(
     timeout: float = 300.0,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run scenarios, each a MODULE.NAME of `tests.ranks`; what hangs is killed and fails."""
+    """Run scenarios as `tests.ranks.run` names them; what hangs is killed and fails."""
     out.mkdir(parents=True, exist_ok=True)
     program = ["-m", "tests.ranks.run", str(out), *names]
     process = subprocess.Popen(
@@ -60,12 +60,17 @@ def launch(
     return subprocess.CompletedProcess(process.args, process.returncode, output, "")
 
 
+def label(kind: str | list[str]) -> str:
+    """What a test of this launcher, or of this command line, is called."""
+    return kind if isinstance(kind, str) else " ".join(kind)
+
+
 def read(out: Path, name: str, ranks: int = 4) -> list[dict[str, Any]]:
     """Every rank's outcome of one scenario, errors included."""
     files = [out / f"{name}.{rank}.pickle" for rank in range(ranks)]
     missing = [file.name for file in files if not file.exists()]
-    log = out.parent / "output.txt"
-    tail = log.read_text()[-6000:] if log.exists() else ""
+    log = next((p / "output.txt" for p in out.parents if (p / "output.txt").exists()), None)
+    tail = log.read_text()[-6000:] if log else ""
     assert not missing, f"no outcome {missing}\n{tail}"
     return [pickle.loads(file.read_bytes()) for file in files]
 

@@ -312,12 +312,16 @@ def replay(models: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
 # --------------------------------------------------------------------------- real ranks
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+REPEATED = {"out": LAUNCHERS}
+
+
+@pytest.fixture(scope="session")
 def out(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A launch of its own: Horovod must know all pairs when it starts, and each costs it a bit."""
-    directory = tmp_path_factory.mktemp(f"ad_psgd-{request.param}")
-    names = [*NAMES, LAST] if request.param == "torchrun" else NAMES
-    done = launch(request.param, names, directory)
+    launcher, _ = request.param
+    directory = tmp_path_factory.mktemp(f"ad_psgd-{launcher}")
+    names = [*NAMES, LAST] if launcher == "torchrun" else NAMES
+    done = launch(launcher, names, directory)
     assert done.returncode == 0, done.stdout[-6000:]
     return directory / "ad_psgd"
 

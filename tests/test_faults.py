@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,29 +85,33 @@ def check(case: str, ranks: int, out: Path, log: str) -> list[int]:
     return pids
 
 
+REPEATED = {"fault": LAUNCHES}
+Fault = tuple[list[str], Path, Future[int]]
+
+
 @pytest.fixture(scope="session")
-def codes(
+def faults(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple[Path, Future[int]]]]:
+) -> Iterator[list[tuple[object, Fault]]]:
     """Every launch that is asked for, two at a time: they mostly wait."""
-    wanted = [item.callspec.params["launch"] for item in request.session.items if is_launch(item)]
+    specs = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = [spec.params["fault"] for spec in specs if spec and "fault" in spec.params]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        started = {}
-        for launch in wanted:
+        started = []
+        for launch, number in wanted:
             out = tmp_path_factory.mktemp("faults")
-            started[" ".join(launch)] = out, pool.submit(run, launch[0], launch[1:], out)
+            code = pool.submit(run, launch[0], launch[1:], out)
+            started.append(((launch, number), (launch, out, code)))
         yield started
 
 
-def is_launch(item: Any) -> bool:
-    return item.originalname == "test_the_others_name_the_rank_and_end"
+@pytest.fixture(scope="session")
+def fault(request: pytest.FixtureRequest, faults: list[tuple[object, Fault]]) -> Fault:
+    return next(found for wanted, found in faults if wanted == request.param)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=" ".join)
-def test_the_others_name_the_rank_and_end(
-    launch: list[str], codes: dict[str, tuple[Path, Future[int]]]
-) -> None:
-    out, ended = codes[" ".join(launch)]
+def test_the_others_name_the_rank_and_end(fault: Fault) -> None:
+    launch, out, ended = fault
     code = ended.result()
     log = (out / "output.txt").read_text()
     assert code != 0, log

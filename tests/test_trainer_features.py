@@ -11,6 +11,7 @@ from tests.launching import launch, results
 
 SCENARIOS = [
     "training.logs_in_step",
+    "training.freed_within_an_epoch",
     "training.late_for_the_epoch",
     "training.long_validation",
     "training.short_cycles",
@@ -60,6 +61,11 @@ def test_a_reduction_in_every_step_needs_every_rank_in_it(trained: Path) -> None
         assert found["backup_workers 0"] == 1.5
         assert "on_step=False" in found["k_async"]
         assert "on_step=False" in found["backup_workers 1"]
+
+
+def test_layers_are_freed_between_epochs_only(trained: Path) -> None:
+    for found in results(trained, "freed_within_an_epoch"):
+        assert "on_train_epoch_start" in found["message"]
 
 
 def test_a_rank_that_missed_a_whole_epoch_has_logged_too(trained: Path) -> None:
@@ -141,10 +147,10 @@ def test_resuming_restores_the_policy(trained: Path) -> None:
     assert after["first_loss"] == saved["first_loss"]
 
 
-def test_resuming_on_another_number_of_ranks(trained: Path) -> None:
-    if trained.parent.name.startswith("horovodrun"):
+def test_resuming_on_another_number_of_ranks(launched: Path, trained: Path) -> None:
+    if launched.parent.name.startswith("horovodrun"):
         pytest.skip("a checkpoint is the same whoever wrote it: one launch is enough")
-    launch("torchrun", ["training.resume_on_fewer"], trained.parent, ranks=2)
+    launch("torchrun", ["training.resume_on_fewer"], launched, ranks=2)
     ranks = results(trained, "resume_on_fewer", ranks=2)
     half = results(trained, "resume")[0]["half"]
     for rank in ranks:

@@ -205,7 +205,7 @@ def _no_module() -> Problem | None:
     if "pip" in missing:
         return Problem("pip is not in this environment", "python -m ensurepip")
     what = f"Python packages the build needs are missing: {', '.join(missing)}"
-    return Problem(what, "pip install 'lightning-dsgd[horovod]'")
+    return Problem(what, f"pip install {' '.join(missing)}")
 
 
 def _no_compiler(env: Mapping[str, str], path: str) -> Problem | None:

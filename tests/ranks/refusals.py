@@ -86,18 +86,6 @@ def nothing_to_train(out: Path) -> None:
     _fit("backup_workers", Toy().requires_grad_(False))
 
 
-def freed_within_an_epoch(out: Path) -> None:
-    class Frees(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network[0].requires_grad_(False)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.network[0].requires_grad_(batch_idx > 1)
-
-    _fit("k_async", Frees())
-
-
 def address_of_nobody(out: Path) -> None:
     os.environ["LIGHTNING_DSGD_ADDRESS"] = "203.0.113.7"
     try:
@@ -139,7 +127,6 @@ EXPECTED = {
     "slow_rank_that_is_not_there": "no rank 4 among 4 workers",
     "unequal_streams": "rank 3: 16",
     "nothing_to_train": "no parameter to train",
-    "freed_within_an_epoch": "on_train_epoch_start",
     "address_of_nobody": "set LIGHTNING_DSGD_ADDRESS",
     "too_many_backups": "backups=4",
     "k_above_the_world": "k=5",

@@ -1,7 +1,7 @@
-"""Runs scenarios on one rank: `python -m tests.ranks.run OUT MODULE.NAME...` under a launcher.
+"""Runs scenarios on one rank: `python -m tests.ranks.run OUT [FOLDER/]MODULE.NAME...`.
 
 Starting ranks costs seconds, so one launch serves many scenarios. Each leaves one file per rank in
-its module's folder, with what it returned or the error it raised.
+its module's folder, within FOLDER if there is one, with what it returned or the error it raised.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def outcome(function: Any, out: Path) -> dict[str, Any]:
 
 def main() -> None:
     for given in sys.argv[2:]:
-        module, _, name = given.partition(".")
+        folder, _, scenario = given.rpartition("/")
+        module, _, name = scenario.partition(".")
         scenarios = importlib.import_module(f"tests.ranks.{module}")
-        out = Path(sys.argv[1], module)
-        out.mkdir(exist_ok=True)
+        out = Path(sys.argv[1], folder, module)
+        out.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         result = outcome(getattr(scenarios, name), out)
         print(f"{given}: {time.monotonic() - began:.1f} s", flush=True)

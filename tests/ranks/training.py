@@ -133,6 +133,20 @@ def fine_tuning(out: Path) -> Result:
     return found
 
 
+def freed_within_an_epoch(out: Path) -> Result:
+    """One rank finds it first, and the others may hear of it before they do."""
+
+    class Frees(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.network[0].requires_grad_(batch_idx < 2)
+
+    try:
+        trainer_for("k_async", max_epochs=1).fit(Frees(), loader())
+    except dsgd.DSGDError as error:
+        return {"message": str(error)}
+    return {"message": "none"}
+
+
 class Rates(pl.Callback):
     """The learning rate that each update was made with."""
 
