@@ -27,7 +27,7 @@ from lightning_dsgd.backends import (
     horovod_installed,
     horovod_launched,
 )
-from lightning_dsgd.errors import BackendError, ConfigurationError
+from lightning_dsgd.errors import BackendError, ConfigurationError, show_only_users_frames
 from lightning_dsgd.hosts import Place, this_place
 from lightning_dsgd.launch import HorovodEnvironment, limit_threads
 from lightning_dsgd.worlds import ParallelStrategy, SubprocessLauncher, Trainer
@@ -207,7 +207,9 @@ class CollectiveStrategy(ParallelStrategy):
             file=sys.stderr,
             flush=True,
         )
-        if self._backend is not None and not isinstance(exception, ConfigurationError):
+        if isinstance(exception, ConfigurationError):
+            show_only_users_frames()
+        elif self._backend is not None:
             self._backend.abandon()
             _exit_without_destructors(getattr(self._launcher, "procs", []))
         super().on_exception(exception)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import lightning_dsgd as dsgd
-from tests.launching import read
+from tests.launching import environment, read
 from tests.ranks.refusals import EXPECTED
 from tests.ranks.toy import Toy, loader, trainer_for
 
@@ -71,6 +72,16 @@ def test_a_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_worker_is_not_enough() -> None:
     with pytest.raises(dsgd.ConfigurationError, match="at least 2 workers"):
         trainer_for("backup_workers", devices=1, max_epochs=1).fit(Toy(), loader())
+
+
+def test_a_mistake_is_shown_without_our_own_frames() -> None:
+    mistake = "from tests.ranks.toy import *; trainer_for('k_sync', devices=1).fit(Toy(), loader())"
+    line = [sys.executable, "-c", mistake]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    *_, way, error = done.stderr.strip().splitlines()
+    assert way == '  File "<string>", line 1, in <module>'
+    assert error.startswith("lightning_dsgd.errors.ConfigurationError: KSyncStrategy needs")
 
 
 def test_ranks_cannot_meet_at_port_0(monkeypatch: pytest.MonkeyPatch) -> None:
