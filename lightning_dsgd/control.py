@@ -14,7 +14,7 @@ import time
 import zmq
 
 from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.coordinator import Ticket, identity, set_heartbeat
+from lightning_dsgd.coordinator import COORDINATOR_FAILED, Ticket, identity, set_heartbeat
 from lightning_dsgd.errors import PeerFailedError, PeerLostError, RoundTimeoutError, RunError
 from lightning_dsgd.protocol import (
     Abort,
@@ -106,7 +106,9 @@ class Control:
 
     def await_welcome(self) -> None:
         """Wait until every rank is connected; until then a decision could miss one."""
-        assert isinstance(self.await_answer(max(self._ticket.timeout, 30.0)), Welcome)
+        answer = self.await_answer(max(self._ticket.timeout, 30.0))
+        if not isinstance(answer, Welcome):
+            raise RunError(f"rank {self.rank}: the coordinator said {answer} instead of welcome")
 
     def await_answer(self, timeout: float) -> Message:
         """What the coordinator says to the training thread; for that thread only."""
@@ -158,7 +160,8 @@ class Control:
                 self._ring(PeerLostError(text))
 
     def _hear(self, message: Message) -> None:
-        if not isinstance(message, Abort) or message.worker == self.rank:
+        leaving = self._leaving.is_set()
+        if leaving or not isinstance(message, Abort) or message.worker == self.rank:
             return
         self._ring(_error_of(message))
 
@@ -168,6 +171,8 @@ class Control:
 
 
 def _error_of(abort: Abort) -> RunError:
+    if abort.reason.startswith(COORDINATOR_FAILED):
+        return RunError(abort.reason)
     if abort.worker is None:
         return RoundTimeoutError(abort.reason)
     kind = PeerFailedError if " failed: " in abort.reason else PeerLostError

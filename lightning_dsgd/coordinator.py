@@ -52,6 +52,7 @@ from lightning_dsgd.trace import TraceWriter
 ROLES = ("main", "rounds", "life")
 _EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick, Computed)
 _LONGEST_NAP_MS = 500
+COORDINATOR_FAILED = "the coordinator failed"
 
 
 def identity(rank: int, role: str) -> bytes:
@@ -91,6 +92,8 @@ class Coordinator:
         port = self._bind(address)
         self.ticket = Ticket(f"tcp://{address}:{port}", key, timeout)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        ranks = range(workers)
+        self._names = {identity(rank, role): (rank, role) for rank in ranks for role in ROLES}
         self._greeted: set[bytes] = set()
         self._gone: set[int] = set()
         self._connections: dict[int, tuple[int, str]] = {}
@@ -146,7 +149,7 @@ class Coordinator:
                     self._drain()
                 self._look_at_the_clock()
         except Exception as error:
-            self._abort(None, f"the coordinator failed: {type(error).__name__}: {error}")
+            self._abort(None, f"{COORDINATOR_FAILED}: {type(error).__name__}: {error}")
             raise
 
     def _drain(self) -> None:
@@ -161,7 +164,7 @@ class Coordinator:
         try:
             (body,) = frames
             message = decode_upward(body.buffer)
-        except (ValueError, msgspec.MsgspecError):
+        except (ValueError, RecursionError, msgspec.MsgspecError):
             self.tally.foreign += 1
             return
         if not self._is_from(message, name.bytes):
@@ -173,10 +176,8 @@ class Coordinator:
 
     def _is_from(self, message: Message, name: bytes) -> bool:
         """A rank speaks for itself alone, and only ranks of this run speak."""
-        rank_text, _, role = name.decode(errors="replace").partition("/")
-        if role not in ROLES or not rank_text.isdigit() or int(rank_text) >= self._workers:
-            return False
-        return getattr(message, "worker", int(rank_text)) == int(rank_text)
+        rank, _ = self._names.get(name, (None, ""))
+        return rank is not None and getattr(message, "worker", rank) == rank
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -214,7 +215,7 @@ class Coordinator:
 
     def _note(self, note: Note, name: zmq.Frame) -> None:
         if isinstance(note, Hello):
-            self._hello(note.worker, name)
+            self._hello(name)
         elif isinstance(note, Goodbye):
             self._gone.add(note.worker)
         elif isinstance(note, Failed):
@@ -223,10 +224,11 @@ class Coordinator:
         elif isinstance(note, Overdue):
             self._overdue(note.number)
 
-    def _hello(self, worker: int, name: zmq.Frame) -> None:
+    def _hello(self, name: zmq.Frame) -> None:
+        while self._monitor.poll(0):  # of whoever had the same descriptor before
+            self._connection_event()
         self._greeted.add(name.bytes)
-        role = name.bytes.decode().partition("/")[2]
-        self._connections[int(name.get(zmq.SRCFD))] = (worker, role)
+        self._connections[int(name.get(zmq.SRCFD))] = self._names[name.bytes]
         if len(self._greeted) == self._workers * len(ROLES):
             self._send_all("main", Welcome())
 

@@ -92,6 +92,11 @@ class FlatGradients:
         for parameter, view in views:
             parameter.grad = view
 
+    def detach(self) -> None:
+        """Nobody may write to what `.grad` was: it has been given away."""
+        for parameter in self.layout.parameters:
+            parameter.grad = None
+
 
 class FlatPool:
     """Recycles buffers, so that a run allocates only as many as were ever in use at once."""

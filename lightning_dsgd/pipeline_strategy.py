@@ -189,7 +189,7 @@ class PipelineStrategy(CoordinatedStrategy):
 
     def _gathered_optimizer_states(self) -> list[dict[str, Any]]:
         """Every rank's optimizer state, on rank 0: momentum differs between ranks. Collective."""
-        if self._pipeline is None or self._main is None:
+        if self._main is None or not self.optimizers:
             return []
         states = []
         mine = apply_to_collection(self.optimizers[0].state_dict(), Tensor, _on_cpu)

@@ -88,6 +88,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self._fresh = True
         self._abandon = False
         self._in_user_step = False
+        self._cancellable = False
         self._hooks: list[Any] = []
 
     # ------------------------------------------------------- what an algorithm defines
@@ -152,6 +153,7 @@ class RoundsStrategy(CoordinatedStrategy):
         self._computing_seconds = 0.0
         self._computed_seconds: tuple[float, ...] = ()
         self._applied_flat: list[Tensor] | None = None
+        self._fresh = True
         self.policy_state = self._main.broadcast_object(self.policy_state)
         control = self._connect_coordinator(self._layout.nbytes)
         self._exchange = RoundsExchange(
@@ -305,6 +307,7 @@ class RoundsStrategy(CoordinatedStrategy):
         left = math.ceil(
             (int(trainer.fit_loop.max_batches) - done) / trainer.accumulate_grad_batches
         )
+        self.segment_first = self.version
         self.segment_last = self.version + left
         if trainer.max_steps is not None and trainer.max_steps >= 0:
             self.segment_last = min(self.segment_last, trainer.max_steps)
@@ -315,8 +318,8 @@ class RoundsStrategy(CoordinatedStrategy):
     def begin_iteration(self) -> bool:
         """At a group's first batch, decide what the coming update needs from this rank.
 
-        An epoch's first batch is computed, however late: what every rank logs once, Lightning can
-        reduce over all ranks at the end.
+        An epoch's first batch is always seen, however late, and computed unless the algorithm has
+        no use for it: what every rank logs once, Lightning can reduce over all ranks at the end.
         """
         assert self._exchange is not None
         if self._fresh:
@@ -325,7 +328,6 @@ class RoundsStrategy(CoordinatedStrategy):
             self._abandon = False
             overtaken = self._exchange.decided and not self._opening
             self._replaying = overtaken or not self.may_start()
-            self._opening = False
             self._computed_at = self.version
         self._began = time.monotonic()
         return not self._idle
@@ -336,6 +338,8 @@ class RoundsStrategy(CoordinatedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._idle:
+            if self._opening:
+                self._user_step(*args, **kwargs)  # for what it logs
             return torch.zeros((), requires_grad=True)
         self._call_minibatch_start()
         return self._user_step(*args, **kwargs)
@@ -367,16 +371,19 @@ class RoundsStrategy(CoordinatedStrategy):
     def _guarded_backward(
         self, loss: Tensor, optimizer: Optimizer | None, *rest: Any, **kw: Any
     ) -> None:
+        self._cancellable = not self._opening
         try:
             super().backward(loss, optimizer, *rest, **kw)
         except Overtaken:
             self._abandon = True
+        self._cancellable = False
         self._computing_seconds += time.monotonic() - self._began
 
     def _end_turn(self, loss: float) -> None:
         """Contribute, go on computing while the algorithm wants it, and take the next update."""
         exchange = self._exchange
         assert exchange is not None
+        self._opening = False
         if not self._idle:
             self._minibatch_done(loss)
         wait = exchange.next()
@@ -421,6 +428,7 @@ class RoundsStrategy(CoordinatedStrategy):
             seconds=self._computed_seconds,
         )
         self._exchange.publish(self._accumulated, contribution)
+        self._gradients.detach()
         self._accumulated = self._pool.zeroed()
         self._accumulated_batches = 0
         self._computed_seconds = ()
@@ -514,12 +522,12 @@ class RoundsStrategy(CoordinatedStrategy):
         self._hooks = [p.register_post_accumulate_grad_hook(self._cancel) for p in parameters]
 
     def _cancel(self, parameter: Tensor) -> None:
-        if self._exchange is not None and self._exchange.overtaken.is_set():
+        if self._cancellable and self._exchange is not None and self._exchange.overtaken.is_set():
             raise Overtaken
 
     def sleep(self, seconds: float) -> None:
         """A slowed worker's pause; ends early when cancelling, as computing would."""
-        if self.cancel_late and self._exchange is not None:
+        if self.cancel_late and not self._opening and self._exchange is not None:
             self._exchange.overtaken.wait(seconds)
         else:
             time.sleep(seconds)

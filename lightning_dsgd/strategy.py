@@ -32,6 +32,9 @@ from lightning_dsgd.hosts import Place, this_place
 from lightning_dsgd.launch import HorovodEnvironment, limit_threads
 from lightning_dsgd.worlds import ParallelStrategy, SubprocessLauncher, Trainer
 
+_LONGEST_TIMEOUT = 2_000_000
+"""What ZeroMQ can count, in milliseconds."""
+
 
 class CollectiveStrategy(ParallelStrategy):
     """A Lightning strategy on our own collectives, for any launcher and both backends."""
@@ -41,8 +44,11 @@ class CollectiveStrategy(ParallelStrategy):
     strategy_name: ClassVar[str] = ""
 
     def __init__(self, *, backend: BackendName = "auto", timeout: float = 300.0) -> None:
-        if not timeout > 0:
-            raise ConfigurationError(f"timeout={timeout} must be a positive number of seconds")
+        if not 0 < timeout <= _LONGEST_TIMEOUT:
+            raise ConfigurationError(
+                f"timeout={timeout} must be a number of seconds above 0, at most "
+                f"{_LONGEST_TIMEOUT:,} (23 days)"
+            )
         self.backend_name = choose_backend(backend)
         if self.backend_name == "torch" and horovod_launched() and "MASTER_PORT" not in os.environ:
             remedy = "use backend='horovod'"
@@ -130,6 +136,11 @@ class CollectiveStrategy(ParallelStrategy):
         super().setup_environment()
         self.check_world()
         if self._backend is not None:
+            if self._main is None:
+                raise ConfigurationError(
+                    "a training of this Trainer has failed, and its ranks stand at different "
+                    "steps; make a new Trainer and strategy, and go on from a checkpoint"
+                )
             return
         environment = self.cluster_environment
         assert environment is not None
@@ -187,7 +198,7 @@ class CollectiveStrategy(ParallelStrategy):
         with torch.no_grad():
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
-                    mean = buffer.detach().double()
+                    mean = buffer.detach().double().cpu()  # a GPU's channel may be in a round
                     self._main.sum_(mean)
                     buffer.copy_(mean / self.world_size)
 

@@ -47,7 +47,7 @@ def synchrony(ratio: float, k0: int, workers: int, *, counts_batches: bool) -> f
     if k0 >= workers:
         return float(workers)
     c = k0 * k0 * ratio / (workers - k0)
-    return (math.sqrt(c * c + 4 * c * workers) - c) / 2
+    return 2 * workers / (1 + math.sqrt(1 + 4 * workers / c))  # the root, stable for large c
 
 
 class AdaSyncPolicy(FirstKPolicy):
@@ -81,7 +81,7 @@ class AdaSyncPolicy(FirstKPolicy):
             return []
         batches = self.counted == "batches"
         wanted = synchrony(ratio, self.k0, self.total, counts_batches=batches)
-        k = min(max(round(wanted), 1), self.total)
+        k = max(1, round(min(wanted, self.total)))
         if k == self.k:
             return []
         before, self.k = self.k, k

@@ -193,7 +193,7 @@ class CyclicDelayStrategy(RoundsStrategy):
         exchange = self._exchange
         assert exchange is not None
         own = exchange.own_round
-        if own is not None and own > self.segment_last - self.world_size:
+        if own is not None and own > max(self.segment_first, self.segment_last - self.world_size):
             return True
         near = exchange.decided_version >= self.segment_last - 2 * self.world_size
         return near and exchange.outstanding > 0

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.control import Control, Wait
+from lightning_dsgd.control import Control, Wait, dial
 from lightning_dsgd.coordinator import Coordinator
 from lightning_dsgd.errors import PeerFailedError, PeerLostError, RoundTimeoutError
 from lightning_dsgd.protocol import Contribution, Overdue, Segment, decode_downward, encode
@@ -95,7 +95,20 @@ def test_malformed_messages_and_impersonation_are_counted(job: Job) -> None:
     job.controls[0]._main.send(b"\xff\x00nonsense")
     job.controls[0]._main.send_multipart([b"two", b"frames"])
     job.controls[0].announce(Contribution(1, 1, 0))
-    assert until(lambda: job.coordinator.tally.foreign == 3)
+    deep = b"\x91" * 5000 + b"\x00"  # a list in a list in a list ...
+    job.controls[0]._main.send(b"\x83\xa4type\xa5Hello\xa6worker\x00\xa1x" + deep)
+    assert until(lambda: job.coordinator.tally.foreign == 4)
+    job.round(1)
+
+
+@pytest.mark.parametrize("name", ["²/main", "7/main", "0/other", "main"])
+def test_names_of_nobody_are_counted(job: Job, name: str) -> None:
+    stranger = dial(job.controls[0]._context, job.coordinator.ticket, 0, "main")
+    stranger.identity = name.encode()
+    stranger.connect(job.coordinator.ticket.endpoint)
+    stranger.send(encode(Contribution(0, 1, 0)))
+    assert until(lambda: job.coordinator.tally.foreign == 1)
+    stranger.close(linger=0)
     job.round(1)
 
 

@@ -272,7 +272,8 @@ def test_adasync_rules(k0: int) -> None:
     c = k0 * k0 * 3.0 / (workers - k0)
     assert k * k + c * k - c * workers == pytest.approx(0.0, abs=1e-9)
     assert synchrony(1.0, k0, workers, counts_batches=False) == pytest.approx(k0)
-    assert synchrony(1e9, k0, workers, counts_batches=False) == pytest.approx(workers, rel=1e-6)
+    for ratio in (1e9, 1e20, 1e300, float("inf")):
+        assert synchrony(ratio, k0, workers, counts_batches=False) == pytest.approx(workers)
 
 
 def test_adasync_ignores_losses_that_are_no_numbers() -> None:
@@ -281,3 +282,15 @@ def test_adasync_ignores_losses_that_are_no_numbers() -> None:
     for number, loss in enumerate((math.nan, math.inf, 0.0, -1.0)):
         policy.handle(Contribution(0, number + 1, number, loss=loss), number + 1.0)
     assert policy.version == 4 and policy.k == 1
+
+
+@pytest.mark.parametrize("counted", ["workers", "batches"])
+def test_adasync_stays_synchronous_while_the_loss_vanishes(counted: Any) -> None:
+    policy = AdaSyncPolicy(4, 1, interval=0.5, counted=counted, max_staleness=None)
+    policy.handle(Segment(FAR), 0.0)
+    ks = []
+    for number in range(8_000):
+        part = Contribution(number % 4, number + 1, policy.version, loss=float(number == 0))
+        policy.handle(part, float(number))
+        ks.append(policy.k)
+    assert set(ks[400:]) == {4}

@@ -15,6 +15,8 @@ SCENARIOS = [
     "training.late_for_the_epoch",
     "training.long_validation",
     "training.short_cycles",
+    "training.short_epochs_that_log",
+    "training.after_a_failure",
     "training.epoch_schedule",
     "training.bf16_and_groups",
     "training.callbacks_and_logs",
@@ -80,6 +82,22 @@ def test_validation_may_last_longer_than_the_timeout(trained: Path) -> None:
 
 def test_an_epoch_may_be_shorter_than_a_cycle(trained: Path) -> None:
     assert all(rank["steps"] == [1, 6] for rank in results(trained, "short_cycles"))
+
+
+def test_every_rank_logs_in_every_epoch(trained: Path) -> None:
+    ranks = results(trained, "short_epochs_that_log")
+    assert all(rank == ranks[0] for rank in ranks)
+    for name, (seen, _) in ranks[0].items():
+        assert seen["seen"] >= 4, name
+    assert ranks[0]["k_sync 8"][0]["kept"] >= 4
+
+
+def test_training_goes_on_after_a_failure(trained: Path) -> None:
+    ranks = results(trained, "after_a_failure")
+    for name, (_, _, digest) in ranks[0].items():
+        for rank in ranks:
+            assert "oops" in rank[name][0] and "new Trainer" in rank[name][1]
+            assert rank[name][2] == digest, name
 
 
 def test_collectives_of_the_trainer(trained: Path) -> None:

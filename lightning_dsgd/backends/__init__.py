@@ -15,7 +15,8 @@ import abc
 import importlib.util
 import os
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,11 @@ from lightning_dsgd.errors import BackendError, RoundTimeoutError, RunError
 BackendName = Literal["auto", "horovod", "torch"]
 Edge = tuple[int, int]
 """Two ranks that exchange on their own, the lower one first."""
+
+_SHORTEST_SLEEP = 1e-4
+_LONGEST_SLEEP = 5e-3
+_SLEEP_SHARE = 0.1
+"""A wait sleeps a tenth of the time it has lasted: late by 10 %, and next to no wake-ups."""
 
 _NAMING_PATIENCE = 8.0
 """Seconds to wait for the control plane to name the culprit of a broken collective."""
@@ -76,6 +82,16 @@ class Channel(abc.ABC):
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's object, in rank order."""
         return [self.broadcast_object(value, root) for root in range(self.world_size)]
+
+    def poll(self, done: Callable[[], bool]) -> None:
+        """Look now and then until it is done, the alarm rings, or time is up."""
+        start = time.monotonic()
+        while not done():
+            self.alarm.check()
+            waited = time.monotonic() - start
+            if waited > self.timeout:
+                self.alarm.ring(self.late())
+            time.sleep(min(max(waited * _SLEEP_SHARE, _SHORTEST_SLEEP), _LONGEST_SLEEP))
 
     def late(self) -> RunError:
         """The error of an operation that did not end in time."""

@@ -19,17 +19,20 @@ from torch import Tensor
 
 from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import Backend, Channel, Edge
-from lightning_dsgd.errors import BackendError
+from lightning_dsgd.errors import BackendError, RunError
 from lightning_dsgd.hosts import address_of, leaves_host
-
-_SHORTEST_SLEEP = 1e-4
-_LONGEST_SLEEP = 5e-3
-_SLEEP_SHARE = 0.1
-"""A wait sleeps a tenth of the time it has lasted: late by 10 %, and next to no wake-ups."""
 
 _CROWDED_CYCLE_MS = "12"
 """All ranks' Horovod threads meet once per cycle (1 ms by default), busy or not: on a host with
 more ranks than cores that alone would cost an idle rank a third of a core."""
+
+
+class _Names:
+    """Which names operations have: others from the moment on that one was left unfinished."""
+
+    generation = 0
+    """The same on all ranks while they train."""
+    next = 0
 
 
 _process_sets: dict[Edge, Any] = {}
@@ -113,6 +116,9 @@ class HorovodBackend(Backend):
             hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
             if self.edges:
                 _await_last_words()
+        meeting = HorovodChannel("meeting", self, timeout)
+        _Names.generation = int(meeting.gather(torch.tensor([_Names.next])).max())
+        _Names.next = _Names.generation
 
     def channel(self, name: str, patience: float = 1.0) -> Channel:
         return HorovodChannel(name, self, self.timeout * patience)
@@ -139,8 +145,9 @@ class HorovodBackend(Backend):
 class HorovodChannel(Channel):
     """Operations are told apart by the channel's name, so threads do not mix.
 
-    A name of its own per training would do more, but Horovod remembers every name it has met, and
-    looks at them all, many times a second, whether busy or not.
+    Horovod remembers every name it has met, and looks at them all, many times a second, whether
+    busy or not. So names stay the same from training to training, unless one that failed has left
+    an operation behind on any rank: a new one of its name would be taken for that.
     """
 
     def __init__(
@@ -149,6 +156,8 @@ class HorovodChannel(Channel):
         super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
         self.hvd = backend.hvd
         self._members = members or self.hvd.global_process_set
+        generation = "" if name == "meeting" else f".{_Names.generation}"
+        self._prefix = f"dsgd{generation}.{name}"
 
     def sum_(self, tensor: Tensor) -> None:
         add, members = self.hvd.Sum, self._members
@@ -171,7 +180,7 @@ class HorovodChannel(Channel):
         self.alarm.check()
         try:
             with torch.inference_mode(False):
-                handle = start(f"dsgd.{self.name}.{kind}")
+                handle = start(f"{self._prefix}.{kind}")
                 self._wait(handle)
                 return self.hvd.synchronize(handle)
         except RuntimeError as error:
@@ -182,10 +191,8 @@ class HorovodChannel(Channel):
             raise self.broken(error) from error
 
     def _wait(self, handle: int) -> None:
-        start = time.monotonic()
-        while not self.hvd.poll(handle):
-            self.alarm.check()
-            waited = time.monotonic() - start
-            if waited > self.timeout:
-                self.alarm.ring(self.late())
-            time.sleep(min(max(waited * _SLEEP_SHARE, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        try:
+            self.poll(lambda: self.hvd.poll(handle))
+        except RunError:
+            _Names.next = _Names.generation + 1
+            raise

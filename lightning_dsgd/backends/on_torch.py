@@ -78,9 +78,10 @@ class TorchBackend(Backend):
         store = dist.PrefixStore(f"{name}-{self._opened}", self._store)
         groups: dict[str, Any] = {"cpu": self._gloo(store, rank, size, timeout)}
         if self._device.type == "cuda" and dist.is_nccl_available():
-            groups["cuda"] = dist.ProcessGroupNCCL(
-                dist.PrefixStore("cuda", store), rank, size, dist.ProcessGroupNCCL.Options()
-            )
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout)
+            cuda = dist.PrefixStore("cuda", store)
+            groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
         channel = TorchChannel(name, groups, self, timeout)
         self._channels.append(channel)
         return channel
@@ -149,8 +150,11 @@ class TorchChannel(Channel):
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            self._wait(start(group))
-        self.stream.synchronize()
+            start(group).wait()  # in the stream: the host goes on
+        done = self.stream.record_event()
+        self.busy = True
+        self.poll(done.query)
+        self.busy = False
 
     def _wait(self, work: Any) -> None:
         """Sleep until the operation ends or the alarm rings: the group's own thread wakes us."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,64 @@ def stopped_midway(out: Path) -> Result:
         trainer.fit(Toy(), loader())
         found["steps"].append(trainer.global_step)
         found["left"] += [t.name for t in threading.enumerate() if "dsgd" in t.name]
+    return found
+
+
+def after_a_failure(out: Path) -> Result:
+    """One rank raises while the others exchange; then all train again, with a new Trainer."""
+
+    class Fails(Toy):
+        fails = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.fails and self.global_rank == 1 and batch_idx == 3:
+                raise ValueError("oops")
+            return super().training_step(batch, batch_idx)
+
+    found: Result = {}
+    for name, arguments in (("DCS3GDStrategy", {}), ("BackupWorkersStrategy", {"backups": 0})):
+        make = partial(getattr(dsgd, name), **arguments, timeout=20.0)
+        module = Fails()
+        trainer = trainer_for(make(), max_epochs=1, limit_train_batches=8)
+        try:
+            trainer.fit(module, loader())
+        except (ValueError, dsgd.RunError) as error:
+            found[name] = [str(error)]
+        try:
+            trainer.fit(module, loader())
+        except dsgd.ConfigurationError as error:
+            found[name].append(str(error))
+        module = Fails()
+        module.fails = False
+        trainer_for(make(), max_epochs=1, limit_train_batches=8).fit(module, loader())
+        found[name].append(digest(module))
+    return found
+
+
+def short_epochs_that_log(out: Path) -> Result:
+    """Every rank logs in every epoch, though not every rank has a part in it."""
+
+    class Logs(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("seen", 1.0, on_epoch=True, on_step=False, sync_dist=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self) -> None:
+            if self.trainer.strategy.cancel_late:
+                self.log("kept", 1.0, on_epoch=True, on_step=False, sync_dist=True, reduce_fx="sum")
+
+    found: Result = {}
+    for strategy in (
+        dsgd.CyclicDelayStrategy(timeout=20.0, rounds_per_epoch=1),
+        dsgd.CyclicDelayStrategy(timeout=20.0, rounds_per_epoch=2, delay=2),
+        dsgd.KAsyncStrategy(k=1, timeout=20.0, rounds_per_epoch=1),
+        dsgd.KSyncStrategy(k=1, timeout=20.0, rounds_per_epoch=8),
+    ):
+        module = Logs()
+        trainer = trainer_for(strategy, [dsgd.Stragglers().slow(3, seconds=0.05)], max_epochs=4)
+        trainer.fit(module, loader())
+        seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found[f"{strategy.strategy_name} {strategy.rounds_per_epoch}"] = seen, digest(module)
     return found
 
 
