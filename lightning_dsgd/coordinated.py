@@ -9,10 +9,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import zmq
+from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.control import Control
@@ -21,6 +22,7 @@ from lightning_dsgd.errors import ConfigurationError, RunError
 from lightning_dsgd.hosts import ADDRESS, control_address
 from lightning_dsgd.monitor import Monitor
 from lightning_dsgd.policy import Policy
+from lightning_dsgd.refusals import refuse_finder
 from lightning_dsgd.strategy import CollectiveStrategy, all_is_well
 from lightning_dsgd.trace import TraceWriter
 from lightning_dsgd.worlds import Trainer
@@ -36,6 +38,8 @@ class CoordinatedStrategy(CollectiveStrategy):
         super().__init__(backend=backend, timeout=timeout)
         self._coordinator: Coordinator | None = None
         self._control: Control | None = None
+        self._stepping = False
+        self._exchanged = False
 
     # -------------------------------------------------------- what an exchange defines
 
@@ -50,6 +54,41 @@ class CoordinatedStrategy(CollectiveStrategy):
     def settle(self) -> None:
         """All ranks have stopped training: see to it that nothing more is exchanged."""
         return
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """What `backward` does within it is this step's exchange."""
+        self._stepping, self._exchanged = True, False
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        if not self._exchanged:
+            raise self._no_exchange()
+        return output
+
+    def mark_exchange(self) -> None:
+        """The step's gradient is complete and exchanged: that happens once."""
+        if self._exchanged:
+            raise ConfigurationError(
+                f"the optimizer evaluates the loss several times per step, and "
+                f"{type(self).__name__} exchanges one gradient per step; use another optimizer"
+            )
+        self._exchanged = True
+
+    def check_step(self) -> None:
+        """After a batch that ends with a step: a gradient of its own would part the ranks."""
+        if not self._exchanged:
+            raise self._no_exchange()
+        self._exchanged = False
+
+    def _no_exchange(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__} exchanges gradients while the optimizer steps, and here it has "
+            "not: let the module's `optimizer_step` call "
+            "`optimizer.step(closure=optimizer_closure)`, for every batch"
+        )
 
     def end_epoch(self) -> None:
         """The last step of an epoch is done; collective."""
@@ -100,13 +139,7 @@ class CoordinatedStrategy(CollectiveStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
-        if any(type(callback).__name__ == "LearningRateFinder" for callback in trainer.callbacks):
-            raise ConfigurationError(
-                f"the learning-rate finder does not work with {type(self).__name__}: it trains "
-                "without the Trainer's callbacks; find the rate on one worker, without a strategy"
-            )
-        if isinstance(self.optimizers[0], torch.optim.LBFGS):
-            raise ConfigurationError("LBFGS evaluates the loss several times per step; use another")
+        refuse_finder(trainer, self)
         if not any(isinstance(callback, Monitor) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, Monitor())
 

@@ -45,6 +45,15 @@ class RoundsLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    @property
+    def _iterator(self) -> Any:
+        """Lightning sets it to None to end a DataLoader's persistent workers."""
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self.loader._iterator = value
+
     def __iter__(self) -> Iterator[Any]:
         self._source, self._next, self._restarts = None, [], 0
         self._keeper.begin_epoch()

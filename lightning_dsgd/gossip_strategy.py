@@ -31,6 +31,7 @@ from lightning_dsgd.gossip import Counts, GossipExchange, SharedModel
 from lightning_dsgd.gradients import Flat, FlatLayout, check_unchanged
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.protocol import Segment
+from lightning_dsgd.refusals import refuse_averaged_statistics, refuse_averaging
 from lightning_dsgd.worlds import Trainer
 
 Resync = Literal["never", "epoch"]
@@ -112,7 +113,6 @@ class GossipStrategy(CoordinatedStrategy):
         """As of the last segment's end; kept after training."""
         self._exchange: GossipExchange | None = None
         self._in_epoch = False
-        self._stepping = False
         self._fresh = True
 
     # ------------------------------------------------------- what an algorithm defines
@@ -131,6 +131,8 @@ class GossipStrategy(CoordinatedStrategy):
         super().check_trainer(trainer)
         if trainer.state.fn == "fit":
             check_fit(type(self).__name__, trainer)
+            refuse_averaging(trainer, self)
+            refuse_averaged_statistics(trainer, self)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -291,6 +293,7 @@ class GossipStrategy(CoordinatedStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._stepping:
+            self.mark_exchange()
             self._announce()
 
     def _announce(self) -> None:
@@ -302,11 +305,7 @@ class GossipStrategy(CoordinatedStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        self._stepping = True
-        try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._stepping = False
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._step_made()
         return output
 

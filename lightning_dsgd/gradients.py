@@ -62,8 +62,16 @@ class FlatLayout:
         pairs: list[tuple[nn.Parameter, Tensor]] = []
         for buffer, members in zip(flat, self._groups.values(), strict=True):
             parts = buffer.split([p.numel() for p in members])
-            pairs.extend((p, part.view_as(p)) for p, part in zip(members, parts, strict=True))
+            pairs.extend((p, _like(p, part)) for p, part in zip(members, parts, strict=True))
         return pairs
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    """With the parameter's own strides where it fills its memory: fused optimizers rely on that."""
+    strides = parameter.stride()
+    if parameter.is_contiguous() or torch.empty_like(parameter).stride() != strides:
+        return part.view_as(parameter)
+    return part.as_strided(parameter.size(), strides)
 
 
 def check_unchanged(layout: FlatLayout) -> None:
@@ -84,13 +92,25 @@ class FlatGradients:
 
     def attach(self, flat: Flat) -> None:
         """From now on `.grad` is this memory."""
+        for parameter, view in self._views_of(flat):
+            parameter.grad = view
+
+    def _views_of(self, flat: Flat) -> list[tuple[nn.Parameter, Tensor]]:
         views = self._views.get(id(flat))
         if views is None or views[0][1]._base is not flat[0]:
             if len(self._views) > 256:
                 self._views.clear()
             views = self._views[id(flat)] = self.layout.views(flat)
-        for parameter, view in views:
-            parameter.grad = view
+        return views
+
+    @torch.no_grad()
+    def collect(self, flat: Flat) -> None:
+        """Take in gradients that were replaced where they should have been written to."""
+        for parameter, view in self._views_of(flat):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
 
     def detach(self) -> None:
         """Nobody may write to what `.grad` was: it has been given away."""

@@ -20,15 +20,20 @@ class Monitor(Callback):
     """Inserted by the strategy; users need not know it."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).connect_metrics(trainer)
         _strategy(trainer).start_exchange(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.loggers:
-            return
         strategy, values = _strategy(trainer), {}
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        accumulates = trainer.fit_loop._should_accumulate()
+        if not accumulates:
+            strategy.check_step()
+        if not trainer.loggers or accumulates:
+            return
+        every = trainer.log_every_n_steps
+        if every and trainer.global_step % every == 0:
             values.update(strategy.logged_values())
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             values.update(strategy.epoch_values())
@@ -40,6 +45,7 @@ class Monitor(Callback):
         _strategy(trainer).end_epoch()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _strategy(trainer).connect_metrics(trainer)
         _strategy(trainer).agree()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -35,6 +35,7 @@ from lightning_dsgd.pipeline import WIRES, Pipeline, Wire
 from lightning_dsgd.points import Points
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Segment
+from lightning_dsgd.refusals import refuse_averaging
 from lightning_dsgd.tally import Tally
 from lightning_dsgd.worlds import Trainer
 
@@ -60,7 +61,6 @@ class PipelineStrategy(CoordinatedStrategy):
         """Rank 0's count of who took how long; kept after training."""
         self._pipeline: Pipeline | None = None
         self._points: Points | None = None
-        self._stepping = False
         self._moved: Tensor | None = None
         self._logged = (0.0, 0.0)
 
@@ -87,6 +87,11 @@ class PipelineStrategy(CoordinatedStrategy):
 
     def check_world(self) -> None:
         """One worker is plain training."""
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        if trainer.state.fn == "fit":
+            refuse_averaging(trainer, self)
 
     def start_exchange(self, trainer: Trainer) -> None:
         assert self._backend is not None and self._main is not None
@@ -129,18 +134,16 @@ class PipelineStrategy(CoordinatedStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._stepping and self.is_distributed:
-            self._settle()
+        if self._stepping:
+            self.mark_exchange()
+            if self.is_distributed:
+                self._settle()
         return loss
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        self._stepping = True
-        try:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._stepping = False
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.is_distributed:
             assert self._pipeline is not None and self._points is not None
             self._pipeline.start(self._points.stepped())

@@ -17,12 +17,13 @@ import abc
 import inspect
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_unflatten
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.control import Control
@@ -34,6 +35,7 @@ from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool, check_
 from lightning_dsgd.monitor import CHECKPOINT_KEY
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Applied, Contribution, Round, Segment
+from lightning_dsgd.refusals import refuse_averaged_statistics, refuse_loader_argument
 from lightning_dsgd.rounds import RoundsExchange, Update
 from lightning_dsgd.tally import Tally
 from lightning_dsgd.trace import Header, TraceWriter
@@ -83,12 +85,12 @@ class RoundsStrategy(CoordinatedStrategy):
         self._exchange: RoundsExchange | None = None
         self._loader: RoundsLoader | None = None
         self._replaying = False
-        self._stepping = False
         self._opening = True
         self._fresh = True
         self._abandon = False
         self._in_user_step = False
         self._cancellable = False
+        self._last_output: Any = None
         self._hooks: list[Any] = []
 
     # ------------------------------------------------------- what an algorithm defines
@@ -142,6 +144,12 @@ class RoundsStrategy(CoordinatedStrategy):
         """The number of updates this replica has applied."""
         assert self.lightning_module is not None
         return int(self.lightning_module.trainer.global_step)
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        super().check_trainer(trainer)
+        if trainer.state.fn == "fit":
+            refuse_averaged_statistics(trainer, self)
+            refuse_loader_argument(trainer.lightning_module)
 
     def start_exchange(self, trainer: Trainer) -> None:
         require_one_loader(trainer)
@@ -240,6 +248,15 @@ class RoundsStrategy(CoordinatedStrategy):
     def settle(self) -> None:
         """Training may stop in mid-epoch, while late gradients still make rounds by themselves."""
         assert self._control is not None and self._exchange is not None
+        assert self._main is not None
+        versions = self._main.gather_objects(self.version)
+        if len(set(versions)) > 1:
+            listed = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(versions))
+            raise ConfigurationError(
+                f"the ranks have stopped after different updates ({listed}); set "
+                "trainer.should_stop on all of them at once, by what "
+                "trainer.strategy.reduce_boolean_decision says"
+            )
         if self.is_global_zero:
             self._control.announce(Segment(self.version))
         self._exchange.settle(self.timeout)
@@ -280,21 +297,22 @@ class RoundsStrategy(CoordinatedStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return dataloader
-        accumulate = trainer.accumulate_grad_batches
-        length = self._rounds(dataloader, trainer) * accumulate
-        self._loader = RoundsLoader(dataloader, length, self)
+        self._loader = RoundsLoader(dataloader, self._length(dataloader, trainer), self)
         return self._loader
 
-    def _rounds(self, dataloader: object, trainer: Trainer) -> int:
-        """Updates per epoch: as many as use each rank's batches once, all ranks together."""
+    def _length(self, dataloader: object, trainer: Trainer) -> int:
+        """Batches per epoch: as many as use each rank's own once, all ranks together."""
+        accumulate: int = trainer.accumulate_grad_batches
         if self.rounds_per_epoch is not None:
-            return self.rounds_per_epoch
+            return self.rounds_per_epoch * accumulate
         assert self._main is not None
         limit = trainer.limit_train_batches
         mine = local_length(dataloader, limit)
         length = agreed_length(self._main.gather_objects(mine))
-        updates: int = math.ceil(length / trainer.accumulate_grad_batches)
-        return math.ceil(updates * self.world_size / self.gradients_per_round())
+        if self.gradients_per_round() == self.world_size:
+            return length  # the last update may accumulate over fewer, as with one worker
+        updates = math.ceil(length / accumulate)
+        return math.ceil(updates * self.world_size / self.gradients_per_round()) * accumulate
 
     # ------------------------------------------------------------- one iteration's turn
 
@@ -340,7 +358,7 @@ class RoundsStrategy(CoordinatedStrategy):
         if self._idle:
             if self._opening:
                 self._user_step(*args, **kwargs)  # for what it logs
-            return torch.zeros((), requires_grad=True)
+            return self._last_output_again()
         self._call_minibatch_start()
         return self._user_step(*args, **kwargs)
 
@@ -356,7 +374,14 @@ class RoundsStrategy(CoordinatedStrategy):
                 "training_step returned no loss; a rank that skips a batch would leave the others "
                 "waiting for its gradient: return a loss of zero instead"
             )
+        self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
         return output
+
+    def _last_output_again(self) -> Any:
+        """A replay computes nothing, but hooks may look at its output."""
+        last = self._last_output
+        loss = (last["loss"] if isinstance(last, dict) else last).clone().requires_grad_()
+        return {**last, "loss": loss} if isinstance(last, dict) else loss
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -365,6 +390,7 @@ class RoundsStrategy(CoordinatedStrategy):
             self._gradients.attach(self._accumulated)
             self._guarded_backward(closure_loss, optimizer, *args, **kwargs)
         if self._stepping:
+            self.mark_exchange()
             self._end_turn(float(closure_loss.detach()))
         return closure_loss.detach()
 
@@ -377,6 +403,7 @@ class RoundsStrategy(CoordinatedStrategy):
         except Overtaken:
             self._abandon = True
         self._cancellable = False
+        self._gradients.collect(self._accumulated)
         self._computing_seconds += time.monotonic() - self._began
 
     def _end_turn(self, loss: float) -> None:
@@ -438,13 +465,15 @@ class RoundsStrategy(CoordinatedStrategy):
         module, loader = self.lightning_module, self._loader
         assert module is not None and loader is not None
         trainer = module.trainer
+        structure: Any = trainer.fit_loop._combined_loader._spec  # type: ignore[union-attr]  # set
         self._abandon = False
         self._computed_at = self.version
         loss = 0.0
         for _ in range(trainer.accumulate_grad_batches):
             self._began = time.monotonic()
             self._call_minibatch_start()
-            output = self._step_on(loader.take(), trainer)
+            batch = tree_unflatten([loader.take()], structure)
+            output = self._step_on(batch, trainer)
             part = output["loss"] if isinstance(output, dict) else output
             scaled = part / trainer.accumulate_grad_batches
             self._gradients.attach(self._accumulated)
@@ -493,18 +522,6 @@ class RoundsStrategy(CoordinatedStrategy):
             assert self._control is not None
             self._control.announce(Applied(self.global_rank, number, self._cancelled))
             self._cancelled = ()
-
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        module: Any = model or self.lightning_module
-        self._stepping = True
-        try:
-            return self.precision_plugin.optimizer_step(
-                optimizer, model=module, closure=closure, **kwargs
-            )
-        finally:
-            self._stepping = False
 
     def check_meeting(self, what: str) -> None:
         if self._in_user_step and not self.steps_together():

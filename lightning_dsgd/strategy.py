@@ -163,8 +163,10 @@ class CollectiveStrategy(ParallelStrategy):
         self.check_trainer(trainer)
         super().setup(trainer)
         assert self.model is not None
+        if trainer.state.fn == "fit":
+            self._check_types(self.model)
         self._same_start(self.model)
-        _connect_metrics(self.model, self)
+        self.connect_metrics(trainer)
 
     def check_trainer(self, trainer: Trainer) -> None:
         """Refuse what would silently do nothing."""
@@ -178,6 +180,22 @@ class CollectiveStrategy(ParallelStrategy):
                 "precision='16-mixed' is not supported: its loss scale would differ between ranks; "
                 "use precision='bf16-mixed' or '32-true'"
             )
+
+    def _check_types(self, model: nn.Module) -> None:
+        summable = (torch.float16, torch.float32, torch.float64)
+        types = {p.dtype for p in model.parameters() if p.requires_grad}.difference(summable)
+        if types and self.backend_name == "horovod":
+            raise ConfigurationError(
+                f"Horovod cannot sum gradients of type {types.pop()}; use precision='bf16-mixed' "
+                "or '32-true', or launch with torchrun"
+            )
+
+    def connect_metrics(self, trainer: Trainer) -> None:
+        """Let every metric of the model and of the callbacks use our collectives."""
+        assert self.model is not None
+        kept = [value for callback in trainer.callbacks for value in vars(callback).values()]
+        for module in (self.model, *(value for value in kept if isinstance(value, nn.Module))):
+            _connect_metrics(module, self)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -198,9 +216,10 @@ class CollectiveStrategy(ParallelStrategy):
         with torch.no_grad():
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
-                    mean = buffer.detach().double().cpu()  # a GPU's channel may be in a round
+                    # on the CPU: a GPU's channel may be in a round
+                    mean = buffer.detach().double().cpu() / self.world_size
                     self._main.sum_(mean)
-                    buffer.copy_(mean / self.world_size)
+                    buffer.copy_(mean)
 
     def places(self) -> list[Place]:
         """Every rank's host; collective."""
@@ -212,7 +231,7 @@ class CollectiveStrategy(ParallelStrategy):
         if exception is self._reported:
             return
         self._reported = exception
-        reason = f"{type(exception).__name__}: {exception}"
+        reason = ": ".join(filter(None, (type(exception).__name__, str(exception))))
         print(
             f"lightning-dsgd: rank {self.global_rank} ends: {reason}",
             file=sys.stderr,
@@ -250,6 +269,7 @@ class CollectiveStrategy(ParallelStrategy):
                 stacked = self._main.gather(tensor.detach().clone().contiguous())
                 return stacked.amin(0) if kind == "min" else stacked.amax(0)
             exact = torch.float64 if not tensor.is_floating_point() else tensor.dtype
+            exact = torch.float32 if exact == torch.bfloat16 else exact
             total = tensor.detach().to(exact, copy=True).contiguous()
             self._main.sum_(total)
             if kind == "mean":

@@ -22,6 +22,7 @@ SCENARIOS = [
     "training.backups_0",
     "training.backups_1_scheduled",
     "training.fine_tuning",
+    "training.unusual_memory",
 ]
 
 
@@ -29,7 +30,7 @@ SCENARIOS = [
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lightning's own DDP on the same problem; it would not leave a process as it was."""
     out = tmp_path_factory.mktemp("ddp")
-    launch("python", ["training.lightning_ddp"], out)
+    launch("python", ["training.lightning_ddp", "training.lightning_ddp_unusual"], out)
     return out / "training"
 
 
@@ -200,6 +201,15 @@ def test_no_backups_equals_lightning_ddp(trained: Path, ddp: Path) -> None:
     for rank in results(trained, "backups_0"):
         assert rank["steps"] == 50
         np.testing.assert_allclose(rank["end"], expected, rtol=0, atol=1e-6)
+
+
+def test_unusual_memory_equals_lightning_ddp(trained: Path, ddp: Path) -> None:
+    """Channels-last weights under a fused optimizer; replaced gradients; a partial accumulation."""
+    (expected,) = results(ddp, "lightning_ddp_unusual", ranks=1)
+    for number, rank in enumerate(results(trained, "unusual_memory")):
+        assert rank["synchronous"]["steps"] == 6
+        np.testing.assert_allclose(rank["synchronous"]["end"], expected["end"], rtol=0, atol=1e-12)
+        assert rank["backups"]["extra"] == [float(number)] * rank["backups"]["steps"]
 
 
 def test_fine_tuning_equals_one_process_on_all_rows(trained: Path) -> None:

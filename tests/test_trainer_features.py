@@ -17,6 +17,9 @@ SCENARIOS = [
     "training.short_cycles",
     "training.short_epochs_that_log",
     "training.after_a_failure",
+    "training.ways_to_step",
+    "training.stopped_alone",
+    "training.shaped_loaders",
     "training.epoch_schedule",
     "training.bf16_and_groups",
     "training.callbacks_and_logs",
@@ -98,6 +101,26 @@ def test_training_goes_on_after_a_failure(trained: Path) -> None:
         for rank in ranks:
             assert "oops" in rank[name][0] and "new Trainer" in rank[name][1]
             assert rank[name][2] == digest, name
+
+
+def test_a_step_that_leaves_the_strategy_out_is_refused(trained: Path) -> None:
+    ranks = results(trained, "ways_to_step")
+    for name in ("backup_workers", "dc_s3gd"):
+        assert len({rank[f"{name} by closure"] for rank in ranks}) == 1
+        for rank in ranks:
+            assert "several times per step" in rank[f"{name} twice"]
+            for way in ("around", "before", "not"):
+                assert "optimizer.step(closure=optimizer_closure)" in rank[f"{name} {way}"]
+
+
+def test_a_rank_that_stops_alone_is_named(trained: Path) -> None:
+    for rank in results(trained, "stopped_alone"):
+        assert "rank 3: 2" in rank["message"] and "reduce_boolean_decision" in rank["message"]
+
+
+def test_loaders_in_a_structure_and_kept_workers(trained: Path) -> None:
+    ranks = results(trained, "shaped_loaders")
+    assert all(rank == ranks[0] for rank in ranks)
 
 
 def test_collectives_of_the_trainer(trained: Path) -> None:

@@ -53,12 +53,24 @@ class Channel(abc.ABC):
         """Replace the tensor by its sum over all ranks."""
 
     @abc.abstractmethod
-    def broadcast_(self, tensor: Tensor, root: int) -> None:
-        """Replace the tensor by the root's."""
+    def _broadcast(self, data: Tensor, root: int) -> None:
+        """Replace these bytes by the root's."""
 
     @abc.abstractmethod
+    def _gather(self, data: Tensor) -> Tensor:
+        """All ranks' bytes, a row each."""
+
+    def broadcast_(self, tensor: Tensor, root: int) -> None:
+        """Replace the tensor by the root's, whatever its type."""
+        if tensor.numel():
+            self._broadcast(_bytes_of(tensor), root)
+
     def gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors of one shape, stacked along a new first dimension."""
+        """All ranks' tensors of one shape and any type, stacked along a new first dimension."""
+        if not tensor.numel():
+            return tensor.new_empty((self.world_size, *tensor.shape))
+        rows = self._gather(_bytes_of(tensor))
+        return rows.view(tensor.dtype).reshape(self.world_size, *tensor.shape)
 
     def close(self) -> None:
         """No rank will use it again: give back what it holds."""
@@ -105,6 +117,11 @@ class Channel(abc.ABC):
         if self.alarm.wait(_NAMING_PATIENCE) and self.alarm.error is not None:
             return self.alarm.error
         return RunError(f"rank {self.rank}: the collective '{self.name}' failed: {error}")
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory: no library can send every type that torch knows."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class Backend(abc.ABC):

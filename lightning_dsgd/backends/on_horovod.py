@@ -166,11 +166,11 @@ class HorovodChannel(Channel):
             lambda name: self.hvd.allreduce_async_(tensor, name=name, op=add, process_set=members),
         )
 
-    def broadcast_(self, tensor: Tensor, root: int) -> None:
-        self._finish("broadcast", lambda name: self.hvd.broadcast_async_(tensor, root, name=name))
+    def _broadcast(self, data: Tensor, root: int) -> None:
+        self._finish("broadcast", lambda name: self.hvd.broadcast_async_(data, root, name=name))
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        row = tensor.unsqueeze(0)
+    def _gather(self, data: Tensor) -> Tensor:
+        row = data.unsqueeze(0)
         result: Tensor = self._finish(
             "gather", lambda name: self.hvd.allgather_async(row, name=name)
         )

@@ -122,14 +122,14 @@ class TorchChannel(Channel):
     def sum_(self, tensor: Tensor) -> None:
         self._finish(tensor, lambda group: group.allreduce([tensor]))
 
-    def broadcast_(self, tensor: Tensor, root: int) -> None:
+    def _broadcast(self, data: Tensor, root: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._finish(tensor, lambda group: group.broadcast([tensor], options))
+        self._finish(data, lambda group: group.broadcast([data], options))
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        out = tensor.new_empty((self.world_size, *tensor.shape))
-        self._finish(tensor, lambda group: group.allgather([list(out.unbind(0))], [tensor]))
+    def _gather(self, data: Tensor) -> Tensor:
+        out = data.new_empty((self.world_size, *data.shape))
+        self._finish(data, lambda group: group.allgather([list(out.unbind(0))], [data]))
         return out
 
     def _finish(self, tensor: Tensor, start: Callable[[Any], Any]) -> None:

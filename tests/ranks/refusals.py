@@ -86,6 +86,35 @@ def nothing_to_train(out: Path) -> None:
     _fit("backup_workers", Toy().requires_grad_(False))
 
 
+def loader_as_argument(out: Path) -> None:
+    class Takes(Toy):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return None
+
+    _fit("k_sync", Takes())
+
+
+def _averaged(strategy: str, callback: Any) -> None:
+    class Normed(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(6)
+
+    trainer_for(strategy, [callback], max_epochs=2).fit(Normed(), loader())
+
+
+def stochastic_averaging_of_statistics(out: Path) -> None:
+    from pytorch_lightning.callbacks import StochasticWeightAveraging
+
+    _averaged("k_sync", StochasticWeightAveraging(0.01))
+
+
+def averaging_by_step(out: Path) -> None:
+    from pytorch_lightning.callbacks import EMAWeightAveraging
+
+    _averaged("dc_s3gd", EMAWeightAveraging())
+
+
 def address_of_nobody(out: Path) -> None:
     os.environ["LIGHTNING_DSGD_ADDRESS"] = "203.0.113.7"
     try:
@@ -122,6 +151,9 @@ def unequal_streams(out: Path) -> None:
 
 
 EXPECTED = {
+    "loader_as_argument": "training_step(dataloader_iter)",
+    "stochastic_averaging_of_statistics": "StochasticWeightAveraging with BatchNorm",
+    "averaging_by_step": "use StochasticWeightAveraging",
     "batch_norm_across_ranks": "sync_batchnorm=True",
     "learning_rate_finder": "learning-rate finder",
     "slow_rank_that_is_not_there": "no rank 4 among 4 workers",

@@ -503,6 +503,123 @@ def short_epochs_that_log(out: Path) -> Result:
     return found
 
 
+class _Steps(Toy):
+    """The module's own ways to step, of which some leave the strategy out."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if self.way == "by closure":
+            optimizer.step(closure=closure)
+        elif self.way == "around":
+            optimizer.optimizer.step(closure)
+        elif self.way == "before":
+            closure()
+            optimizer.step()
+        elif self.way == "twice":
+            optimizer.step(closure=lambda: (closure(), closure())[1])
+        else:
+            closure()
+
+
+def ways_to_step(out: Path) -> Result:
+    found: Result = {}
+    for name in ("backup_workers", "dc_s3gd"):
+        for way in ("by closure", "around", "before", "twice", "not"):
+            module = _Steps(way)
+            try:
+                trainer_for(name, max_steps=4, max_epochs=-1).fit(module, loader())
+                found[f"{name} {way}"] = digest(module)
+            except dsgd.DSGDError as error:
+                found[f"{name} {way}"] = str(error)
+    return found
+
+
+def stopped_alone(out: Path) -> Result:
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            trainer.should_stop |= trainer.global_rank == 3 and trainer.global_step >= 2
+
+    strategy = dsgd.BackupWorkersStrategy(backups=1, timeout=20.0)
+    try:
+        trainer_for(strategy, [Stop()], max_epochs=1).fit(Toy(), loader())
+    except dsgd.DSGDError as error:
+        return {"message": str(error)}
+    return {"message": "none"}
+
+
+class _Image(Toy):
+    """Weights in channels-last order, a mask and a metric; gradients are replaced, not written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        filters = torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)
+        self.filters = nn.Parameter(filters)
+        self.register_buffer("mask", torch.tensor([True, False, True] * 2))
+        self.extra: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = batch[0].masked_fill(~self.mask, 0.5)
+        image = torch.stack([rows, rows.flip(1)], 1).view(-1, 2, 2, 3)
+        shift = nn.functional.conv2d(image, self.filters, padding=1).mean((1, 2, 3))
+        loss = nn.functional.mse_loss(self.network(rows) + shift[:, None], batch[1])
+        return {"loss": loss, "extra": float(self.global_rank)}
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.extra.append(outputs["extra"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+def _image(strategy: Any, callbacks: Any = None, **options: Any) -> Result:
+    pl.seed_everything(5)
+    module = _Image()
+    trainer = trainer_for(strategy, callbacks, max_epochs=2, limit_train_batches=10, **options)
+    trainer.fit(module, loader())
+    weights = [p.detach().double().reshape(-1).numpy() for p in module.parameters()]
+    return {"end": np.concatenate(weights), "extra": module.extra, "steps": trainer.global_step}
+
+
+def unusual_memory(out: Path) -> Result:
+    """Four batches accumulate, of ten: each epoch's last update has two."""
+    own = _image(dsgd.BackupWorkersStrategy(backups=0, timeout=60.0), accumulate_grad_batches=4)
+    slow = _image(
+        dsgd.BackupWorkersStrategy(backups=1, timeout=60.0),
+        callbacks=[dsgd.Stragglers().slow(3, seconds=0.05)],
+    )
+    return {"synchronous": own, "backups": slow}
+
+
+def lightning_ddp_unusual(out: Path) -> Result:
+    return _image("ddp_fork", accumulate_grad_batches=4)
+
+
+def shaped_loaders(out: Path) -> Result:
+    """A loader within a dictionary, its worker kept from one training to the next."""
+
+    class Named(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["rows"], batch_idx)
+
+    data = loader(64, num_workers=1, persistent_workers=True)
+    digests = []
+    for _ in range(2):
+        module = Named(lr=0.001)
+        trainer = trainer_for(dsgd.CyclicDelayStrategy(timeout=30.0), max_epochs=1)
+        trainer.fit(module, {"rows": data})
+        digests.append(digest(module))
+    return {"digests": digests}
+
+
 def iterable_data(out: Path) -> Result:
     class Endless(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

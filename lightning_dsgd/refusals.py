@@ -1,0 +1,58 @@
+"""What of Lightning would silently do the wrong thing with our strategies, and is refused."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.worlds import Trainer
+
+_Normalisation = nn.modules.batchnorm._NormBase
+
+
+def refuse_finder(trainer: Trainer, strategy: object) -> None:
+    """It trains without the Trainer's callbacks, and so without an exchange."""
+    if _uses(trainer, "LearningRateFinder"):
+        raise ConfigurationError(
+            f"the learning-rate finder does not work with {type(strategy).__name__}: it trains "
+            "without the Trainer's callbacks; find the rate on one worker, without a strategy"
+        )
+
+
+def refuse_averaging(trainer: Trainer, strategy: object) -> None:
+    """It would average each rank's own way, of which only the ends are common."""
+    if _uses(trainer, "WeightAveraging"):
+        raise ConfigurationError(
+            f"averaging weights step by step does not work with {type(strategy).__name__}, whose "
+            "ranks hold different weights within an epoch; use StochasticWeightAveraging"
+        )
+
+
+def refuse_averaged_statistics(trainer: Trainer, strategy: object) -> None:
+    """With BatchNorm it ends with an epoch that makes no gradient, and waits for its update."""
+    modules = trainer.lightning_module.modules()
+    if _uses(trainer, "StochasticWeightAveraging") and any(
+        isinstance(module, _Normalisation) for module in modules
+    ):
+        raise ConfigurationError(
+            f"StochasticWeightAveraging with BatchNorm does not work with {type(strategy).__name__}"
+            ": its last epoch makes no updates; leave it out, or normalise without statistics"
+        )
+
+
+def refuse_loader_argument(module: Any) -> None:
+    """A rank that replays an update must not take a batch."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigurationError(
+            "training_step(dataloader_iter) takes batches by itself, also where a rank has no use "
+            "for one; let it take `batch` and `batch_idx`"
+        )
+
+
+def _uses(trainer: Trainer, name: str) -> bool:
+    return any(
+        base.__name__ == name for callback in trainer.callbacks for base in type(callback).__mro__
+    )
