@@ -1,7 +1,7 @@
 """The same training configured by LightningCLI.
 
 horovodrun -np 4 python examples/cli.py fit --config examples/config.yaml
-torchrun --nproc-per-node 4 examples/cli.py fit --config examples/config.yaml --trainer.devices 4
+torchrun --nproc-per-node 4 examples/cli.py fit --config examples/config.yaml
 """
 
 from __future__ import annotations

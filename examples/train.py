@@ -25,13 +25,14 @@ def main() -> None:
     parser.add_argument(
         "--strategy", default="backup_workers", help="any installed strategy's name"
     )
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=0.2)
+    parser.add_argument("--momentum", type=float, default=0.0, help="amplifies stale gradients")
     parser.add_argument("--devices", default="auto", help="workers to start on this machine")
     parser.add_argument("--slow", type=float, default=10.0, help="how much slower the last rank is")
     arguments = parser.parse_args()
 
-    devices = os.environ.get("LOCAL_WORLD_SIZE", arguments.devices)
+    devices = arguments.devices
     pl.seed_everything(0)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -44,7 +45,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(lr=arguments.lr), Digits())
+    trainer.fit(Classifier(lr=arguments.lr, momentum=arguments.momentum), Digits())
     accuracy = float(trainer.callback_metrics["val_accuracy"])
     if trainer.is_global_zero:
         print(f"accuracy {accuracy:.3f} after {trainer.global_step} updates")

@@ -23,7 +23,7 @@ from lightning_dsgd.hosts import ADDRESS, control_address
 from lightning_dsgd.monitor import Monitor
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.refusals import refuse_finder
-from lightning_dsgd.strategy import CollectiveStrategy, all_is_well
+from lightning_dsgd.strategy import CollectiveStrategy, all_is_well, say
 from lightning_dsgd.trace import TraceWriter
 from lightning_dsgd.worlds import Trainer
 
@@ -59,9 +59,12 @@ class CoordinatedStrategy(CollectiveStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """What `backward` does within it is this step's exchange."""
+        module: Any = model or self.lightning_module  # of either copy of Lightning
         self._stepping, self._exchanged = True, False
         try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = self.precision_plugin.optimizer_step(
+                optimizer, model=module, closure=closure, **kwargs
+            )
         finally:
             self._stepping = False
         if not self._exchanged:
@@ -203,8 +206,3 @@ class CoordinatedStrategy(CollectiveStrategy):
             control.close()
         if coordinator is not None:
             coordinator.stop()
-
-
-def say(text: str) -> None:
-    """A line for the user, from whichever thread."""
-    print(f"lightning-dsgd: {text}", flush=True)

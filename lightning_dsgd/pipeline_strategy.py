@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
-from lightning_dsgd.coordinated import CoordinatedStrategy, say
+from lightning_dsgd.coordinated import CoordinatedStrategy
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.gradients import FlatLayout, check_unchanged
 from lightning_dsgd.monitor import CHECKPOINT_KEY
@@ -36,6 +36,7 @@ from lightning_dsgd.points import Points
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Segment
 from lightning_dsgd.refusals import refuse_averaging
+from lightning_dsgd.strategy import say
 from lightning_dsgd.tally import Tally
 from lightning_dsgd.worlds import Trainer
 

@@ -14,7 +14,9 @@ by a sleep, so that several ranks on one machine do not slow each other.
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from lightning_dsgd.distributions import ComputeTime, Constant, Empirical, Expon
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.worlds import Callback, LightningModule, Trainer
 
+_REMEMBERED = 15
+"""A factor multiplies the median time of so many mini-batches: the first one warms up."""
 _KINDS = ("slow", "exponential", "pareto", "random_pair", "recorded")
 
 
@@ -49,7 +53,7 @@ class Stragglers(Callback):
         self.pairs: list[float] = []
         self._step = 0
         self._began: float | None = None
-        self._computed: float | None = None
+        self._computed: deque[float] = deque(maxlen=_REMEMBERED)
         self._generators: dict[int, np.random.Generator] = {}
         for rule in rules or []:
             self._add(rule)
@@ -178,7 +182,7 @@ class Stragglers(Callback):
         if self._began is None:
             return
         forward = time.perf_counter() - self._began
-        computed = self._computed if self._computed is not None else 3 * forward
+        computed = statistics.median(self._computed) if self._computed else 3 * forward
         seconds = self.pause(trainer.global_rank, trainer.world_size, self._step, computed)
         self._step += 1
         before = time.perf_counter()
@@ -189,6 +193,5 @@ class Stragglers(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._began is None:
             return
-        now = time.perf_counter() - self._began
-        self._computed = now if self._computed is None else 0.8 * self._computed + 0.2 * now
+        self._computed.append(time.perf_counter() - self._began)
         self._began = None

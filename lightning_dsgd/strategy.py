@@ -114,7 +114,13 @@ class CollectiveStrategy(ParallelStrategy):
         """For one worker there is nothing to start, and no trace to leave in the environment."""
         environment = self.cluster_environment
         alone = self.num_processes * self.num_nodes == 1
-        if not alone and environment and not isinstance(environment, HorovodEnvironment):
+        if isinstance(environment, HorovodEnvironment):
+            if self.is_global_zero and self.num_processes not in (1, environment.local_size()):
+                say(
+                    f"devices={self.num_processes} is not used: horovodrun has started "
+                    f"{environment.local_size()} workers on this host"
+                )
+        elif not alone and environment:
             self._launcher = SubprocessLauncher(environment, self.num_processes, self.num_nodes)
 
     # ----------------------------------------------------------------- start and end
@@ -324,6 +330,11 @@ def _connect_metrics(model: nn.Module, strategy: CollectiveStrategy) -> None:
         if isinstance(module, Metric):
             module.distributed_available_fn = lambda: strategy.is_distributed
             module.dist_sync_fn = gather
+
+
+def say(text: str) -> None:
+    """A line for the user, from whichever thread."""
+    print(f"lightning-dsgd: {text}", flush=True)
 
 
 _LAST_CHANCE = 5.0

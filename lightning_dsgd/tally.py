@@ -24,6 +24,7 @@ class WorkerTally(msgspec.Struct):
     contributions: int = 0
     computed: int = 0
     cancelled: int = 0
+    cancelled_seconds: float = 0.0
     used: int = 0
     batches: int = 0
     dropped: int = 0
@@ -37,6 +38,12 @@ class WorkerTally(msgspec.Struct):
     def mean_seconds(self) -> float:
         """Mean time this worker took for a mini-batch that it finished."""
         return self.seconds / self.computed if self.computed else float("nan")
+
+    def pace(self) -> str:
+        """Seconds per gradient; of those that were all cancelled, what is known at least."""
+        if self.computed:
+            return f"{self.mean_seconds:.4f}"
+        return f">{self.cancelled_seconds / self.cancelled:.4f}" if self.cancelled else "-"
 
     @property
     def mean_staleness(self) -> float:
@@ -63,6 +70,7 @@ class Tally:
         elif isinstance(event, Applied):
             worker = self.workers[event.worker]
             worker.cancelled += len(event.cancelled)
+            worker.cancelled_seconds += sum(event.cancelled)
 
     def decision(self, decision: Decision) -> None:
         """Count what was decided."""
@@ -102,7 +110,7 @@ class Tally:
         lines = [f"{self.rounds} updates", head]
         for rank, worker in enumerate(self.workers):
             lines.append(
-                f"{rank:>4}  {worker.mean_seconds:>10.4f}  {worker.used:>6}  {worker.dropped:>7}  "
+                f"{rank:>4}  {worker.pace():>10}  {worker.used:>6}  {worker.dropped:>7}  "
                 f"{worker.cancelled:>9}  "
                 f"{worker.batches:>12}  {worker.mean_staleness:>14.2f}"
             )

@@ -95,7 +95,7 @@ def _learner(args: argparse.Namespace) -> Learner | None:
         from sklearn.datasets import load_digits
     except ImportError:
         raise ConfigurationError(
-            "--train digits needs scikit-learn: pip install 'lightning-dsgd[bench]'"
+            "--train digits needs scikit-learn: pip install 'lightning-dsgd[examples]'"
         ) from None
     features, labels = load_digits(return_X_y=True)
     return Logistic(

@@ -27,15 +27,15 @@ from lightning_dsgd.simulate.strategies import (
 from lightning_dsgd.theory import LossModel
 
 _CLASSES = {
-    "k_sync": "lightning_dsgd_plugins.k_family.KSyncStrategy",
-    "k_batch_sync": "lightning_dsgd_plugins.k_family.KBatchSyncStrategy",
-    "k_async": "lightning_dsgd_plugins.k_family.KAsyncStrategy",
-    "k_batch_async": "lightning_dsgd_plugins.k_family.KBatchAsyncStrategy",
-    "backup_workers": "lightning_dsgd_plugins.backup_workers.BackupWorkersStrategy",
-    "adasync": "lightning_dsgd_plugins.adasync.AdaSyncStrategy",
-    "cyclic_delay": "lightning_dsgd_plugins.cyclic_delay.CyclicDelayStrategy",
-    "dc_s3gd": "lightning_dsgd_plugins.dc_s3gd.DCS3GDStrategy",
-    "ad_psgd": "lightning_dsgd_plugins.ad_psgd.ADPSGDStrategy",
+    "k_sync": "lightning_dsgd.KSyncStrategy",
+    "k_batch_sync": "lightning_dsgd.KBatchSyncStrategy",
+    "k_async": "lightning_dsgd.KAsyncStrategy",
+    "k_batch_async": "lightning_dsgd.KBatchAsyncStrategy",
+    "backup_workers": "lightning_dsgd.BackupWorkersStrategy",
+    "adasync": "lightning_dsgd.AdaSyncStrategy",
+    "cyclic_delay": "lightning_dsgd.CyclicDelayStrategy",
+    "dc_s3gd": "lightning_dsgd.DCS3GDStrategy",
+    "ad_psgd": "lightning_dsgd.ADPSGDStrategy",
 }
 PLANNED = tuple(name for name in STRATEGIES if name != "backup_workers")
 """Backup workers are K-sync with K = P - b: listing both would show every figure twice."""

@@ -656,7 +656,7 @@ def other_import_name(out: Path) -> Result:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     steps = []
-    for strategy in ("backup_workers", dsgd.KAsyncStrategy(k=2, timeout=60.0)):
+    for strategy in ("backup_workers", "dc_s3gd", dsgd.KAsyncStrategy(k=2, timeout=60.0)):
         module = Other()
         trainer = lightning.Trainer(
             strategy=strategy,
