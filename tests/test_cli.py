@@ -157,6 +157,13 @@ def test_a_missing_requirement_is_fatal(
     assert "pip install no-such-package" in capsys.readouterr().out
 
 
+def test_a_horovod_that_lacks_a_package_needs_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Probe(None, "ModuleNotFoundError: No module named 'yaml'")
+    monkeypatch.setattr(doctor, "probe_horovod", lambda: broken)
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.28.1")
+    assert [f.remedy for f in doctor.examine({}).findings] == ["pip install pyyaml"]
+
+
 def test_gpus_without_nccl_are_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     built = Probe({"version": "0.28.1", "gloo": True, "nccl": False, "mpi": False})
     monkeypatch.setattr(doctor, "probe_horovod", lambda: built)

@@ -206,6 +206,16 @@ def test_a_cached_wheel_that_does_not_work_is_built_again(
     assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 0
 
 
+def test_a_cached_wheel_is_not_installed_without_what_it_imports(
+    machine: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, WHEEL)
+    assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 0
+    monkeypatch.setitem(command.NEEDED_MODULES, "no_such_module", "no-such-distribution")
+    assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 1
+    assert len(machine) == 1
+
+
 def test_a_cache_that_cannot_be_written_does_not_matter(
     machine: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_dsgd.cli.install_horovod import Probe, probe_horovod
+from lightning_dsgd.cli.install_horovod import NEEDED_MODULES, Probe, probe_horovod
 from lightning_dsgd.hosts import address_of, leaves_host
 
 DISTRIBUTIONS = (
@@ -185,6 +186,9 @@ def _backends(torch_error: str, horovod: Probe, gpus: bool) -> list[Finding]:
         absent = _version("horovod") is None
         problem = "Horovod is not installed" if absent else f"Horovod fails: {horovod.error}"
         remedy = f"{install}{'' if absent else ' --force'} (only `horovodrun` needs it)"
+        needs = re.search(r"No module named '(\w+)'", horovod.error)
+        if not absent and needs and needs[1] in NEEDED_MODULES:
+            remedy = f"pip install {NEEDED_MODULES[needs[1]]}"
         found.append(Finding(problem, remedy))
     elif gpus and not horovod.found.get("nccl"):
         remedy = f"HOROVOD_GPU_OPERATIONS=NCCL {install} --force"
