@@ -199,9 +199,11 @@ class CollectiveStrategy(ParallelStrategy):
     def connect_metrics(self, trainer: Trainer) -> None:
         """Let every metric of the model and of the callbacks use our collectives."""
         assert self.model is not None
-        kept = [value for callback in trainer.callbacks for value in vars(callback).values()]
-        for module in (self.model, *(value for value in kept if isinstance(value, nn.Module))):
-            _connect_metrics(module, self)
+        _connect_metrics(self.model, self)
+        for callback in trainer.callbacks:
+            for value in getattr(callback, "__dict__", {}).values():
+                if isinstance(value, nn.Module):
+                    _connect_metrics(value, self)
 
     def model_to_device(self) -> None:
         assert self.model is not None
