@@ -23,6 +23,7 @@ SCENARIOS = [
     "training.backups_1_scheduled",
     "training.fine_tuning",
     "training.unusual_memory",
+    "training.steps_with_a_backward",
 ]
 
 
@@ -210,6 +211,14 @@ def test_unusual_memory_equals_lightning_ddp(trained: Path, ddp: Path) -> None:
         assert rank["synchronous"]["steps"] == 6
         np.testing.assert_allclose(rank["synchronous"]["end"], expected["end"], rtol=0, atol=1e-6)
         assert rank["backups"]["extra"] == [float(number)] * rank["backups"]["steps"]
+
+
+def test_a_backward_within_the_step_changes_nothing_published(trained: Path) -> None:
+    ranks = results(trained, "steps_with_a_backward")
+    for name in ranks[0]:
+        found = [rank[name] for rank in ranks]
+        assert all(rank["digests"] == found[0]["digests"] for rank in found), name
+        np.testing.assert_allclose(found[0]["end"], replayed(found), rtol=0, atol=1e-10)
 
 
 def test_fine_tuning_equals_one_process_on_all_rows(trained: Path) -> None:

@@ -603,6 +603,27 @@ def lightning_ddp_unusual(out: Path) -> Result:
     return _image("ddp_fork", accumulate_grad_batches=4)
 
 
+def steps_with_a_backward(out: Path) -> Result:
+    """Adversarial training: the step itself runs a backward, which may come too late to matter."""
+
+    class Adversarial(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows = batch[0].clone().requires_grad_()
+            super().training_step([rows, batch[1]], batch_idx).backward()
+            worse = (rows + 0.01 * rows.grad.sign()).detach()
+            return super().training_step([worse, batch[1]], batch_idx)
+
+    found: Result = {}
+    for strategy in (
+        dsgd.KSyncStrategy(k=1, timeout=30.0),
+        dsgd.KBatchAsyncStrategy(k=2, timeout=30.0),
+        dsgd.CyclicDelayStrategy(timeout=30.0),
+    ):
+        delays = random_delays().slow(3, seconds=0.02)
+        found[strategy.strategy_name] = train(strategy, delays=delays, model=Adversarial())
+    return found
+
+
 def shaped_loaders(out: Path) -> Result:
     """A loader within a dictionary, its worker kept from one training to the next."""
 
