@@ -75,7 +75,7 @@ def straggler(repetitions: int, write: bool, launcher: str = "torchrun") -> None
     base = "Lightning DDP" if launcher == "torchrun" else SYNCHRONOUS
     rivals = [name for name in RIVALS if launcher == "torchrun" or name != "Lightning DDP"]
     pairs = [(scenario, name) for name in rivals for scenario in SCENARIOS]
-    common: Case = {"steps": 35, "warm_up": 5, "seed": 1}
+    common: Case = {"steps": 25, "warm_up": 5, "seed": 1}
     cases = [{**common, **RIVALS[name], "stragglers": SCENARIOS[s]} for s, name in pairs]
     runs = [launch(cases, launcher=launcher) for _ in range(repetitions)]
     pace = {pair: [run[i][0]["per_update"] for run in runs] for i, pair in enumerate(pairs)}
