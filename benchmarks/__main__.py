@@ -9,16 +9,10 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness import Case, launch, report, spread, table
+from benchmarks.harness import Case, every_rank, launch, report, spread, table
 from lightning_dsgd.theory import harmonic
 
-
-def _each(seconds: float) -> list[dict[str, Any]]:
-    """The pause that stands for the work of a mini-batch, on every rank."""
-    return [{"kind": "slow", "rank": rank, "seconds": seconds} for rank in range(4)]
-
-
-TENFOLD = [*_each(0.05)[:3], {"kind": "slow", "rank": 3, "seconds": 0.5}]
+TENFOLD = [*every_rank(0.05)[:3], {"kind": "slow", "rank": 3, "seconds": 0.5}]
 
 
 def overhead(repetitions: int, write: bool) -> None:
@@ -51,11 +45,11 @@ def overhead(repetitions: int, write: bool) -> None:
 
 
 SCENARIOS: dict[str, list[dict[str, Any]]] = {
-    "nobody slow": _each(0.05),
+    "nobody slow": every_rank(0.05),
     "rank 3 ten times slower": TENFOLD,
-    "two random ranks 0.2 s late": [*_each(0.05), {"kind": "random_pair", "seconds": 0.2}],
+    "two random ranks 0.2 s late": [*every_rank(0.05), {"kind": "random_pair", "seconds": 0.2}],
     "30 ms + Pareto(1.5, 20 ms)": [
-        *_each(0.03),
+        *every_rank(0.03),
         {"kind": "pareto", "alpha": 1.5, "minimum": 0.02},
     ],
 }

@@ -12,9 +12,9 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.harness import Case, launch, report, spread, table
+from benchmarks.harness import Case, every_rank, launch, report, spread, table
 
-EVEN = [{"kind": "slow", "rank": rank, "seconds": 0.05} for rank in range(4)]
+EVEN = every_rank(0.05)
 ONE_SLOW = [*EVEN[:3], {"kind": "slow", "rank": 3, "seconds": 0.5}]
 LIMIT = 1.10
 

@@ -25,6 +25,11 @@ REPORTS = ROOT / "benchmarks" / "reports"
 Case = dict[str, Any]
 
 
+def every_rank(seconds: float, ranks: int = 4) -> list[dict[str, Any]]:
+    """A pause that stands for the work of a mini-batch, on every rank."""
+    return [{"kind": "slow", "rank": rank, "seconds": seconds} for rank in range(ranks)]
+
+
 def launch(
     cases: list[Case], *, ranks: int = 4, launcher: str = "torchrun", timeout: float = 900
 ) -> list[list[Any]]:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Case, report, table
+from benchmarks.harness import ROOT, Case, every_rank, report, table
 from benchmarks.network import address, network
 
 RANKS = 4
@@ -75,10 +75,6 @@ RIVALS: dict[str, Case] = {
 }
 
 
-def compute(seconds: float) -> list[dict[str, Any]]:
-    return [{"kind": "slow", "rank": rank, "seconds": seconds} for rank in range(RANKS)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="64mbit", help="of each rank's link, as tc writes it")
@@ -89,7 +85,7 @@ def main() -> None:
     common: Case = {"widths": [512, 512], "batch": 16, "warm_up": 4, "steps": given.steps}
     bare = {**common, **RIVALS["backup_workers, backups=0"]}
     paces = [
-        {**common, **rival, "stragglers": compute(seconds)}
+        {**common, **rival, "stragglers": every_rank(seconds, RANKS)}
         for rival in RIVALS.values()
         for seconds in given.compute
     ]

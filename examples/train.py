@@ -32,11 +32,10 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=10.0, help="how much slower the last rank is")
     arguments = parser.parse_args()
 
-    devices = arguments.devices
     pl.seed_everything(0)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=devices if devices == "auto" else int(devices),
+        devices=arguments.devices,
         strategy=arguments.strategy,
         max_epochs=arguments.epochs,
         callbacks=[lightning_dsgd.Stragglers().slow(rank=-1, factor=arguments.slow)],

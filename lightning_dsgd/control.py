@@ -14,7 +14,7 @@ import time
 import zmq
 
 from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.coordinator import COORDINATOR_FAILED, Ticket, identity, set_heartbeat
+from lightning_dsgd.coordinator import Ticket, identity, set_heartbeat
 from lightning_dsgd.errors import PeerFailedError, PeerLostError, RoundTimeoutError, RunError
 from lightning_dsgd.protocol import (
     Abort,
@@ -163,17 +163,16 @@ class Control:
         leaving = self._leaving.is_set()
         if leaving or not isinstance(message, Abort) or message.worker == self.rank:
             return
-        self._ring(_error_of(message))
+        self._ring(_ERRORS[message.kind](message.reason))
 
     def _ring(self, error: RunError) -> None:
         self.told = error
         self.alarm.ring(error)
 
 
-def _error_of(abort: Abort) -> RunError:
-    if abort.reason.startswith(COORDINATOR_FAILED):
-        return RunError(abort.reason)
-    if abort.worker is None:
-        return RoundTimeoutError(abort.reason)
-    kind = PeerFailedError if " failed: " in abort.reason else PeerLostError
-    return kind(abort.reason)
+_ERRORS = {
+    "lost": PeerLostError,
+    "failed": PeerFailedError,
+    "late": RoundTimeoutError,
+    "broken": RunError,
+}

@@ -23,7 +23,8 @@ from lightning_dsgd.hosts import ADDRESS, control_address
 from lightning_dsgd.monitor import Monitor
 from lightning_dsgd.policy import Policy
 from lightning_dsgd.refusals import refuse_finder
-from lightning_dsgd.strategy import CollectiveStrategy, all_is_well, say
+from lightning_dsgd.strategy import CollectiveStrategy, all_is_well
+from lightning_dsgd.telling import say
 from lightning_dsgd.trace import TraceWriter
 from lightning_dsgd.worlds import Trainer
 
@@ -54,6 +55,28 @@ class CoordinatedStrategy(CollectiveStrategy):
     def settle(self) -> None:
         """All ranks have stopped training: see to it that nothing more is exchanged."""
         return
+
+    def end_epoch(self) -> None:
+        """The last step of an epoch is done; collective."""
+        return
+
+    def agree(self) -> None:
+        """Before validation, a checkpoint and the end: all ranks hold the same; collective."""
+        return
+
+    def logged_values(self) -> dict[str, float]:
+        """The latest step in numbers, for loggers."""
+        return {}
+
+    def epoch_values(self) -> dict[str, float]:
+        """The epoch in numbers, for loggers."""
+        return {}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside Lightning's own; collective, and rank 0's is written."""
+        return {}
+
+    # ------------------------------------------------- a step holds one exchange
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -92,26 +115,6 @@ class CoordinatedStrategy(CollectiveStrategy):
             "not: let the module's `optimizer_step` call "
             "`optimizer.step(closure=optimizer_closure)`, for every batch"
         )
-
-    def end_epoch(self) -> None:
-        """The last step of an epoch is done; collective."""
-        return
-
-    def agree(self) -> None:
-        """Before validation, a checkpoint and the end: all ranks hold the same; collective."""
-        return
-
-    def logged_values(self) -> dict[str, float]:
-        """The latest step in numbers, for loggers."""
-        return {}
-
-    def epoch_values(self) -> dict[str, float]:
-        """The epoch in numbers, for loggers."""
-        return {}
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside Lightning's own; collective, and rank 0's is written."""
-        return {}
 
     # ------------------------------------------------------------------ start and end
 

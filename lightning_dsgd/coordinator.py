@@ -52,7 +52,6 @@ from lightning_dsgd.trace import TraceWriter
 ROLES = ("main", "rounds", "life")
 _EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick, Computed)
 _LONGEST_NAP_MS = 500
-COORDINATOR_FAILED = "the coordinator failed"
 
 
 def identity(rank: int, role: str) -> bytes:
@@ -149,7 +148,8 @@ class Coordinator:
                     self._drain()
                 self._look_at_the_clock()
         except Exception as error:
-            self._abort(None, f"{COORDINATOR_FAILED}: {type(error).__name__}: {error}")
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+            self._abort(Abort("broken", None, reason))
             raise
 
     def _drain(self) -> None:
@@ -220,7 +220,8 @@ class Coordinator:
             self._gone.add(note.worker)
         elif isinstance(note, Failed):
             self._gone.add(note.worker)
-            self._abort(note.worker, f"rank {note.worker} failed: {note.error}")
+            reason = f"rank {note.worker} failed: {note.error}"
+            self._abort(Abort("failed", note.worker, reason))
         elif isinstance(note, Overdue):
             self._overdue(note.number)
 
@@ -239,15 +240,14 @@ class Coordinator:
             self.tally.foreign += 1
         elif role == "life" and worker not in self._gone:
             self._gone.add(worker)
-            self._abort(
-                worker, f"rank {worker} is lost: its process has ended or no longer answers"
-            )
+            reason = f"rank {worker} is lost: its process has ended or no longer answers"
+            self._abort(Abort("lost", worker, reason))
 
-    def _abort(self, worker: int | None, reason: str) -> None:
+    def _abort(self, why: Abort) -> None:
         if self._aborted:
             return
         self._aborted = True
-        self._send_all("life", Abort(worker, reason))
+        self._send_all("life", why)
 
     # ------------------------------------------------------------------------ time
 
@@ -269,7 +269,7 @@ class Coordinator:
             names = ", ".join(str(rank) for rank in self.policy.missing())
             due = self.policy.version + 1
             text = f"update {due} has waited {self._timeout:g} s (timeout) for rank {names}"
-            self._abort(None, text)
+            self._abort(Abort("late", None, text))
 
 
 def set_heartbeat(socket: zmq.Socket[bytes], timeout: float) -> None:

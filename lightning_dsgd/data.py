@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.refusals import by_rank
 from lightning_dsgd.worlds import Trainer
 
 
@@ -129,10 +130,9 @@ def agreed_length(lengths: list[int | None]) -> int:
             "`rounds_per_epoch` to the strategy, or limit_train_batches as a number to the Trainer"
         )
     if len(set(lengths)) > 1:
-        listed = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise ConfigurationError(
-            f"the ranks' training data differ in length ({listed}); give every rank the same "
-            "number of batches, or set `rounds_per_epoch` on the strategy"
+            f"the ranks' training data differ in length ({by_rank(lengths)}); give every rank the "
+            "same number of batches, or set `rounds_per_epoch` on the strategy"
         )
     length = lengths[0]
     assert length is not None

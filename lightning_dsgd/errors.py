@@ -13,10 +13,6 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-from types import TracebackType
-
 
 class DSGDError(RuntimeError):
     """Base of all errors of lightning-dsgd."""
@@ -44,32 +40,3 @@ class PeerFailedError(RunError):
 
 class RoundTimeoutError(RunError):
     """A rank that an update waits for did not come within `timeout`."""
-
-
-_NOT_THE_USERS = {"lightning", "pytorch_lightning", "lightning_dsgd", "lightning_dsgd_plugins"}
-
-
-def show_only_users_frames() -> None:
-    """For a mistake that nobody catches, print the way to it in the user's own code alone."""
-    if sys.excepthook is _show:
-        return
-    _others.append(sys.excepthook)
-    sys.excepthook = _show
-
-
-_others = [sys.__excepthook__]
-
-
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, ConfigurationError):
-        _others[-1](kind, error, trace)
-        return
-    depth, frames = 0, trace
-    while frames is not None and _is_users(frames):
-        depth, frames = depth + 1, frames.tb_next
-    traceback.print_exception(kind, error, trace, limit=depth, chain=False)
-
-
-def _is_users(frame: TracebackType) -> bool:
-    module = str(frame.tb_frame.f_globals.get("__name__", ""))
-    return module.partition(".")[0] not in _NOT_THE_USERS

@@ -35,9 +35,9 @@ from lightning_dsgd.pipeline import WIRES, Pipeline, Wire
 from lightning_dsgd.points import Points
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Segment
-from lightning_dsgd.refusals import refuse_averaging
-from lightning_dsgd.strategy import say
+from lightning_dsgd.refusals import by_rank, refuse_averaging
 from lightning_dsgd.tally import Tally
+from lightning_dsgd.telling import say
 from lightning_dsgd.worlds import Trainer
 
 _NO_END = 2**62
@@ -117,10 +117,9 @@ class PipelineStrategy(CoordinatedStrategy):
         assert self._main is not None
         lengths = self._main.gather_objects(mine)
         if len(set(lengths)) > 1:
-            counts = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
             raise ConfigurationError(
-                f"the ranks have unequal numbers of training batches ({counts}); use a sampler "
-                "that deals them out evenly, or limit_train_batches"
+                f"the ranks have unequal numbers of training batches ({by_rank(lengths)}); use a "
+                "sampler that deals them out evenly, or limit_train_batches"
             )
 
     def close_exchange(self) -> None:

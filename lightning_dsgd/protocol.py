@@ -6,6 +6,8 @@ All of them are immutable and encode to a few bytes of MessagePack or a line of 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -195,6 +197,8 @@ class Welcome(Message, frozen=True, tag=True):
 class Abort(Message, frozen=True, tag=True):
     """The run is over for everybody, and why."""
 
+    kind: Literal["lost", "failed", "late", "broken"]
+    """A rank is gone, or has raised; somebody has not come; the coordinator itself has failed."""
     worker: int | None
     reason: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,11 @@ from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.worlds import Trainer
 
 _Normalisation = nn.modules.batchnorm._NormBase
+
+
+def by_rank(values: Iterable[object]) -> str:
+    """What differs between ranks, for a message."""
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def refuse_finder(trainer: Trainer, strategy: object) -> None:

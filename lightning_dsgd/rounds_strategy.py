@@ -35,7 +35,11 @@ from lightning_dsgd.gradients import FlatGradients, FlatLayout, FlatPool, check_
 from lightning_dsgd.monitor import CHECKPOINT_KEY
 from lightning_dsgd.policy import RoundsPolicy
 from lightning_dsgd.protocol import Applied, Contribution, Round, Segment
-from lightning_dsgd.refusals import refuse_averaged_statistics, refuse_loader_argument
+from lightning_dsgd.refusals import (
+    by_rank,
+    refuse_averaged_statistics,
+    refuse_loader_argument,
+)
 from lightning_dsgd.rounds import RoundsExchange, Update
 from lightning_dsgd.tally import Tally
 from lightning_dsgd.trace import Header, TraceWriter
@@ -249,11 +253,10 @@ class RoundsStrategy(CoordinatedStrategy):
         """Training may stop in mid-epoch, while late gradients still make rounds by themselves."""
         assert self._control is not None and self._exchange is not None
         assert self._main is not None
-        versions = self._main.gather_objects(self.version)
+        versions = self._main.gather(torch.tensor(self.version)).tolist()
         if len(set(versions)) > 1:
-            listed = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(versions))
             raise ConfigurationError(
-                f"the ranks have stopped after different updates ({listed}); set "
+                f"the ranks have stopped after different updates ({by_rank(versions)}); set "
                 "trainer.should_stop on all of them at once, by what "
                 "trainer.strategy.reduce_boolean_decision says"
             )

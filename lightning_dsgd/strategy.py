@@ -27,9 +27,10 @@ from lightning_dsgd.backends import (
     horovod_installed,
     horovod_launched,
 )
-from lightning_dsgd.errors import BackendError, ConfigurationError, show_only_users_frames
+from lightning_dsgd.errors import BackendError, ConfigurationError
 from lightning_dsgd.hosts import Place, this_place
 from lightning_dsgd.launch import HorovodEnvironment, limit_threads
+from lightning_dsgd.telling import say, show_only_users_frames
 from lightning_dsgd.worlds import ParallelStrategy, SubprocessLauncher, Trainer
 
 _LONGEST_TIMEOUT = 2_000_000
@@ -332,11 +333,6 @@ def _connect_metrics(model: nn.Module, strategy: CollectiveStrategy) -> None:
         if isinstance(module, Metric):
             module.distributed_available_fn = lambda: strategy.is_distributed
             module.dist_sync_fn = gather
-
-
-def say(text: str) -> None:
-    """A line for the user, from whichever thread."""
-    print(f"lightning-dsgd: {text}", flush=True)
 
 
 _LAST_CHANCE = 5.0

@@ -26,14 +26,8 @@ _CROWDED_CYCLE_MS = "12"
 """All ranks' Horovod threads meet once per cycle (1 ms by default), busy or not: on a host with
 more ranks than cores that alone would cost an idle rank a third of a core."""
 
-
-class _Names:
-    """Which names operations have: others from the moment on that one was left unfinished."""
-
-    generation = 0
-    """The same on all ranks while they train."""
-    next = 0
-
+_generation = 0
+"""Of the operations' names: this rank wants a new one when it has left an operation unfinished."""
 
 _process_sets: dict[Edge, Any] = {}
 """The pairs that Horovod knows; it is started once per process."""
@@ -116,9 +110,14 @@ class HorovodBackend(Backend):
             hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
             if self.edges:
                 _await_last_words()
-        meeting = HorovodChannel("meeting", self, timeout)
-        _Names.generation = int(meeting.gather(torch.tensor([_Names.next])).max())
-        _Names.next = _Names.generation
+        self.prefix = "dsgd"
+        self.prefix += f".{self._agreed_generation()}"
+
+    def _agreed_generation(self) -> int:
+        global _generation
+        meeting = self.channel("meeting")
+        _generation = int(meeting.gather(torch.tensor([_generation])).max())
+        return _generation
 
     def channel(self, name: str, patience: float = 1.0) -> Channel:
         return HorovodChannel(name, self, self.timeout * patience)
@@ -156,8 +155,7 @@ class HorovodChannel(Channel):
         super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
         self.hvd = backend.hvd
         self._members = members or self.hvd.global_process_set
-        generation = "" if name == "meeting" else f".{_Names.generation}"
-        self._prefix = f"dsgd{generation}.{name}"
+        self._prefix = f"{backend.prefix}.{name}"
 
     def sum_(self, tensor: Tensor) -> None:
         add, members = self.hvd.Sum, self._members
@@ -191,8 +189,9 @@ class HorovodChannel(Channel):
             raise self.broken(error) from error
 
     def _wait(self, handle: int) -> None:
+        global _generation
         try:
             self.poll(lambda: self.hvd.poll(handle))
         except RunError:
-            _Names.next = _Names.generation + 1
+            _generation += 1
             raise
