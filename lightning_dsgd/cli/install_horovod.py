@@ -125,7 +125,9 @@ def run(args: argparse.Namespace) -> int:
         return _refuse([_torch_problem(torch)])
     flags = build_flags(os.environ)
     shelf = None if args.no_cache else wheel_root(args.wheel_dir) / cache_key(torch.found, flags)
-    if not args.force and shelf is not None and not _no_module() and install_cached(shelf):
+    if missing := _no_module():
+        return _refuse([missing])
+    if not args.force and shelf is not None and install_cached(shelf):
         return 0
     if problems := preflight(os.environ):
         return _refuse(problems)
