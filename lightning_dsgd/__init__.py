@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from lightning_dsgd import registry as _registry
+from lightning_dsgd.trainer import names as _names
 
 __version__ = "0.1.0"
 
@@ -25,11 +25,15 @@ _WHERE = {
     "BackendError": "lightning_dsgd.errors",
     "ConfigurationError": "lightning_dsgd.errors",
     "DSGDError": "lightning_dsgd.errors",
+    "EpochLeftError": "lightning_dsgd.errors",
+    "NonFiniteError": "lightning_dsgd.errors",
     "PeerFailedError": "lightning_dsgd.errors",
     "PeerLostError": "lightning_dsgd.errors",
+    "ReplicasDifferError": "lightning_dsgd.errors",
     "RoundTimeoutError": "lightning_dsgd.errors",
     "RunError": "lightning_dsgd.errors",
-    "Stragglers": "lightning_dsgd.stragglers",
+    "Stragglers": "lightning_dsgd.trainer.stragglers",
+    "WeightDecayWarmup": "lightning_dsgd.trainer.warmup",
 }
 
 __all__ = ["__version__", *_WHERE]  # names resolved by __getattr__
@@ -45,5 +49,5 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_registry.know_rank()
-_registry.register()
+_names.know_rank()
+_names.register()

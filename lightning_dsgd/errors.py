@@ -8,7 +8,10 @@
     └── RunError                a run that had started had to end
         ├── PeerLostError       a rank's process or host is gone, or has stopped answering
         ├── PeerFailedError     a rank has raised an error of its own
-        └── RoundTimeoutError   a rank did not come within `timeout`
+        ├── RoundTimeoutError   a rank did not come within `timeout`
+        ├── EpochLeftError      a rank has left an epoch before the others
+        ├── NonFiniteError      this rank's gradient holds a NaN or an infinity
+        └── ReplicasDifferError the ranks' parameters should be the same, and are not
 """
 
 from __future__ import annotations
@@ -40,3 +43,15 @@ class PeerFailedError(RunError):
 
 class RoundTimeoutError(RunError):
     """A rank that an update waits for did not come within `timeout`."""
+
+
+class EpochLeftError(RunError):
+    """A rank has left an epoch with which the others go on; the message names it."""
+
+
+class NonFiniteError(RunError):
+    """This rank's gradient is not finite; the message names the rank, the update and the loss."""
+
+
+class ReplicasDifferError(RunError):
+    """The parameters of some rank are not those of the others; the message names it."""

@@ -5,9 +5,12 @@ Descent", arXiv 1710.06952.
 
 Every worker, for ever, on a model of its own:
 
-1. compute a gradient at a snapshot of the model, which may be averaged by others meanwhile;
-2. average the model with that of a random neighbour;
-3. apply the gradient to the averaged model.
+1. compute a gradient at a snapshot of the model, which may be averaged meanwhile;
+2. have the model averaged with that of a random neighbour;
+3. apply the gradient to the model as it is by then.
+
+In the paper's Algorithm 1 the average of step 2 is complete before step 3. Here nobody waits for
+it: what is not done by then is done with a model that has made the step.
 
 Workers are active or passive; active ones start exchanges, passive ones answer from their
 communication thread, and each edge joins one of each kind. The result is the mean of all models.
@@ -20,12 +23,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lightning_dsgd.backends import BackendName, Edge
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.gossip_strategy import GossipStrategy, Resync
-from lightning_dsgd.policy import NOTHING, Policy
-from lightning_dsgd.protocol import (
+from lightning_dsgd.exchange.finite import NonFinite
+from lightning_dsgd.trainer.gossip import GossipStrategy, Resync
+from lightning_dsgd.workers.messages import (
     Closed,
     Computed,
     Decision,
@@ -36,7 +40,8 @@ from lightning_dsgd.protocol import (
     Pair,
     Segment,
 )
-from lightning_dsgd.topology import NAMES, Topology, TopologyName, is_active, make_topology
+from lightning_dsgd.workers.policy import NOTHING, Policy
+from lightning_dsgd.workers.topology import NAMES, Topology, TopologyName, is_active, make_topology
 
 
 class GossipPolicy(Policy):
@@ -144,10 +149,13 @@ class ADPSGDStrategy(GossipStrategy):
         seed: Of the random choice of neighbours.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' has the rank make no step with it; 'ignore' looks for none.
     """
 
     paper = "Lian et al. 2018, arXiv 1710.06952"
     strategy_name = "ad_psgd"
+    plainness = 8
     summary = "own models, averaged in random pairs while all workers compute; nobody waits"
 
     def __init__(
@@ -158,6 +166,7 @@ class ADPSGDStrategy(GossipStrategy):
         seed: int = 0,
         backend: BackendName = "auto",
         timeout: float = 300.0,
+        nonfinite: NonFinite = "raise",
     ) -> None:
         if topology not in NAMES:
             raise ConfigurationError(f"topology={topology!r} is unknown; choose {', '.join(NAMES)}")
@@ -166,6 +175,7 @@ class ADPSGDStrategy(GossipStrategy):
             gradients_per_epoch=gradients_per_epoch,
             backend=backend,
             timeout=timeout,
+            nonfinite=nonfinite,
         )
         self.topology = topology
         self.seed = seed
@@ -173,8 +183,15 @@ class ADPSGDStrategy(GossipStrategy):
     def edges(self) -> Sequence[Edge]:
         return make_topology(self.topology, self.world_size).edges
 
-    def make_policy(self) -> Policy:
-        return GossipPolicy(make_topology(self.topology, self.world_size), seed=self.seed)
+    def make_policy(self, workers: int, *, version: int = 0) -> GossipPolicy:
+        return GossipPolicy(make_topology(self.topology, workers), seed=self.seed)
 
-    def is_active(self) -> bool:
-        return is_active(self.global_rank)
+    def is_active(self, rank: int) -> bool:
+        return is_active(rank)
+
+    def check_workers(self, workers: int) -> None:
+        make_topology(self.topology, workers)
+
+    @classmethod
+    def choices(cls, workers: int, seconds: float) -> list[dict[str, Any]]:
+        return [{}] if workers > 1 else []

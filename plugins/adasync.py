@@ -2,7 +2,8 @@
 
 S. Dutta, J. Wang, G. Joshi: "Slow and Stale Gradients Can Win the Race", arXiv 2003.10579.
 
-Every `interval` seconds K is set anew from the training loss F that the rounds report:
+Every `interval` seconds K is set anew from the training loss F that the rounds report, F(w_0) being
+the mean over the first P mini-batches, so that no single one sets K for the whole run:
 
 - counting mini-batches, K = K0 * sqrt(F(w_0) / F(w_t));
 - counting workers, the positive root of K² + cK - cP = 0, c = K0² F(w_0) / ((P - K0) F(w_t)).
@@ -17,10 +18,11 @@ import math
 from typing import Any, Literal
 
 from lightning_dsgd.backends import BackendName
-from lightning_dsgd.damping import Damping
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.policy import RoundsPolicy
-from lightning_dsgd.protocol import Contribution, Decision, KChanged
+from lightning_dsgd.exchange.damping import Damping
+from lightning_dsgd.exchange.finite import NonFinite
+from lightning_dsgd.workers.messages import Contribution, Decision, KChanged
+from lightning_dsgd.workers.policy import RoundsPolicy, mean_loss
 from lightning_dsgd_plugins.k_family import (
     FirstKPolicy,
     KAsyncStrategy,
@@ -36,6 +38,7 @@ _VARIANTS: dict[str, type[KFamilyStrategy]] = {
     cls.strategy_name: cls
     for cls in (KSyncStrategy, KBatchSyncStrategy, KAsyncStrategy, KBatchAsyncStrategy)
 }
+_MINIBATCHES_PER_LOOK = 50
 _MEMORY = 0.9
 """How much of the running loss stays from one round to the next."""
 
@@ -53,6 +56,8 @@ def synchrony(ratio: float, k0: int, workers: int, *, counts_batches: bool) -> f
 class AdaSyncPolicy(FirstKPolicy):
     """FirstK whose K follows the loss of its own rounds."""
 
+    heeds_loss = True
+
     def __init__(self, workers: int, k: int, *, interval: float, **rest: Any) -> None:
         super().__init__(workers, k, **rest)
         self.k0 = k
@@ -60,21 +65,30 @@ class AdaSyncPolicy(FirstKPolicy):
         self.interval = interval
         self.first_loss: float | None = None
         self.loss: float | None = None
+        self._measured = 0
+        """Mini-batches in the first loss, until there are enough of them."""
         self._next = interval
 
     def _after_round(self, parts: list[Contribution], now: float) -> list[Decision]:
-        losses = [part.loss for part in parts if part.loss is not None and math.isfinite(part.loss)]
-        if losses:
-            self._follow(sum(losses) / len(losses))
-        if now < self._next or not self.loss or self.first_loss is None:
+        known = [part for part in parts if part.loss is not None and math.isfinite(part.loss)]
+        loss = mean_loss(known)
+        if loss is not None:
+            self._follow(loss, sum(part.batches for part in known))
+        if now < self._next or self._measured < self.total or not self.loss:
             return []
+        assert self.first_loss is not None
         self._next = now + self.interval
         return self._reconsider(self.first_loss / self.loss)
 
-    def _follow(self, loss: float) -> None:
-        if self.first_loss is None or self.loss is None:
-            self.first_loss = self.loss = loss
-        self.loss = _MEMORY * self.loss + (1 - _MEMORY) * loss
+    def _follow(self, loss: float, batches: int) -> None:
+        """The first ones are averaged, with equal weights; what comes after them fades in."""
+        if self._measured < self.total:
+            so_far = (self.first_loss or 0.0) * self._measured
+            self._measured += batches
+            self.first_loss = self.loss = (so_far + loss * batches) / self._measured
+        else:
+            assert self.loss is not None
+            self.loss = _MEMORY * self.loss + (1 - _MEMORY) * loss
 
     def _reconsider(self, ratio: float) -> list[Decision]:
         if not ratio > 0:
@@ -90,11 +104,18 @@ class AdaSyncPolicy(FirstKPolicy):
         return [KChanged(k, self.loss, reason)]
 
     def state(self) -> dict[str, Any]:
-        return {"k": self.k, "first_loss": self.first_loss, "loss": self.loss}
+        return {
+            "k": self.k,
+            "first_loss": self.first_loss,
+            "loss": self.loss,
+            "measured": self._measured,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.k = min(int(state["k"]), self.total)
         self.first_loss, self.loss = state["first_loss"], state["loss"]
+        known = self.first_loss is not None
+        self._measured = int(state.get("measured", self.total if known else 0))
 
 
 class AdaSyncStrategy(KFamilyStrategy):
@@ -113,10 +134,15 @@ class AdaSyncStrategy(KFamilyStrategy):
         max_lag: Updates a rank may be behind before the others wait for it.
         rounds_per_epoch: Updates per epoch. Default: one batch of every rank per update.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     paper = "Dutta et al. 2020, arXiv 2003.10579"
     strategy_name = "adasync"
+    plainness = 5
     summary = "a K variant whose K grows as the loss falls"
 
     def __init__(
@@ -133,6 +159,8 @@ class AdaSyncStrategy(KFamilyStrategy):
         max_lag: int = 64,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
+        nonfinite: NonFinite = "raise",
+        compare_every: int = 100,
     ) -> None:
         if variant not in _VARIANTS:
             raise ConfigurationError(
@@ -157,16 +185,35 @@ class AdaSyncStrategy(KFamilyStrategy):
             max_lag=max_lag,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
+            nonfinite=nonfinite,
+            compare_every=compare_every,
         )
+        self.k0 = k0
         self.interval = interval
 
-    def policy_arguments(self) -> dict[str, Any]:
-        k0 = super().gradients_per_round()
-        return {**super().policy_arguments(), "k": k0, "interval": self.interval}
+    def gradients_per_round(self, workers: int) -> int:
+        return workers
 
-    def gradients_per_round(self) -> int:
-        super().gradients_per_round()
-        return self.world_size
+    def check_workers(self, workers: int) -> None:
+        self.first_k(workers)
 
-    def make_policy(self, arguments: dict[str, Any]) -> RoundsPolicy:
-        return AdaSyncPolicy(**arguments)
+    def make_policy(self, workers: int, *, version: int = 0) -> RoundsPolicy:
+        return AdaSyncPolicy(
+            workers,
+            self.first_k(workers),
+            interval=self.interval,
+            counted=self.counted,
+            max_staleness=self.max_staleness,
+            version=version,
+            max_lag=self.max_lag,
+        )
+
+    @classmethod
+    def with_k(cls, k: int, workers: int) -> dict[str, Any]:
+        return {"k0": super().with_k(k, workers)["k"]}
+
+    @classmethod
+    def choices(cls, workers: int, seconds: float) -> list[dict[str, Any]]:
+        """K has some fifty mini-batches' time to show its effect."""
+        interval = float(f"{_MINIBATCHES_PER_LOOK * seconds:.3g}")
+        return [{**cls.with_k(max(1, workers // 4), workers), "interval": interval}]

@@ -9,8 +9,11 @@ update. This is K-sync with K = P - b, and that is all there is to the implement
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.exchange.finite import NonFinite
 from lightning_dsgd_plugins.k_family import KSyncStrategy
 
 
@@ -27,10 +30,16 @@ class BackupWorkersStrategy(KSyncStrategy):
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     paper = "Chen et al. 2016, arXiv 1604.00981"
     strategy_name = "backup_workers"
+    planned = False  # it is K-sync with K = P - b: listing both would show every figure twice
+    plainness = 4
     summary = "synchronous SGD that goes on without the b slowest workers of each update"
 
     def __init__(
@@ -42,6 +51,8 @@ class BackupWorkersStrategy(KSyncStrategy):
         max_lag: int = 64,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
+        nonfinite: NonFinite = "raise",
+        compare_every: int = 100,
     ) -> None:
         if isinstance(backups, bool) or not isinstance(backups, int) or backups < 0:
             raise ConfigurationError(f"backups={backups!r} must be a whole number, 0 or more")
@@ -53,13 +64,20 @@ class BackupWorkersStrategy(KSyncStrategy):
             max_lag=max_lag,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
+            nonfinite=nonfinite,
+            compare_every=compare_every,
         )
         self.backups = backups
 
-    def gradients_per_round(self) -> int:
-        if self.backups >= self.world_size:
+    def first_k(self, workers: int) -> int:
+        if self.backups >= workers:
             raise ConfigurationError(
-                f"backups={self.backups} leaves no worker of {self.world_size} to wait for; choose "
-                f"at most {self.world_size - 1}, or start more workers"
+                f"backups={self.backups} leaves no worker of {workers} to wait for; choose "
+                f"at most {workers - 1}, or start more workers"
             )
-        return self.world_size - self.backups
+        return workers - self.backups
+
+    @classmethod
+    def with_k(cls, k: int, workers: int) -> dict[str, Any]:
+        KSyncStrategy.with_k(k, workers)
+        return {"backups": workers - k}

@@ -19,13 +19,16 @@ worker computes no more once it has published.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.policy import RoundsPolicy, round_of
-from lightning_dsgd.protocol import Contribution, Decision, Dropped, Event, Passed, Segment
-from lightning_dsgd.rounds_strategy import RoundsStrategy
+from lightning_dsgd.exchange.finite import NonFinite
+from lightning_dsgd.trainer.rounds import RoundsStrategy
+from lightning_dsgd.workers.machine import Rule, WorkerMachine
+from lightning_dsgd.workers.messages import Contribution, Decision, Dropped, Event, Passed, Segment
+from lightning_dsgd.workers.policy import RoundsPolicy, round_of
 
 
 class CyclicPolicy(RoundsPolicy):
@@ -48,7 +51,7 @@ class CyclicPolicy(RoundsPolicy):
     ) -> None:
         super().__init__(workers, version=version, max_lag=max_lag)
         self.skip_after = skip_after
-        self.token = token
+        self.token: int = token
         self._since = 0.0
         self._waiting: dict[int, Contribution] = {}
 
@@ -113,6 +116,32 @@ class CyclicPolicy(RoundsPolicy):
         self.token = first_token(state, len(self.present))
 
 
+@dataclass(frozen=True)
+class TurnRule(Rule):
+    """Rules:
+
+    1. A worker computes on and on, until it has `most` mini-batches.
+    2. It publishes with the token, from `least` on, unless its last contribution still waits.
+    3. Within the segment's last cycle, who has published, or is about to, computes no more.
+    """
+
+    least: int = 1
+    most: int | None = None
+
+    def may_begin(self, me: WorkerMachine) -> bool:
+        room = self.most is None or me.batches < self.most
+        return room and not self._has_had_last_turn(me)
+
+    def should_publish(self, me: WorkerMachine) -> bool:
+        turn = me.token == me.rank or me.passed
+        return turn and me.batches >= self.least and not me.outstanding
+
+    def _has_had_last_turn(self, me: WorkerMachine) -> bool:
+        if me.own_round is not None and me.own_round > max(me.first, me.last - me.workers):
+            return True
+        return bool(me.outstanding) and me.decided >= me.last - 2 * me.workers
+
+
 def first_token(state: dict[str, Any], workers: int) -> int:
     """The saved holder, or worker 0 where there is none of that number any more."""
     token = int(state.get("token", 0))
@@ -135,10 +164,15 @@ class CyclicDelayStrategy(RoundsStrategy):
         rounds_per_epoch: Updates per epoch. Default: as many as use the data about once, taking
             half the number of workers for the mini-batches of a dynamic turn.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     paper = "Hu et al. 2018, doi 10.1007/978-3-030-03338-5_46"
     strategy_name = "cyclic_delay"
+    plainness = 6
     summary = "workers update in turn and accumulate gradients while they wait"
 
     def __init__(
@@ -152,6 +186,8 @@ class CyclicDelayStrategy(RoundsStrategy):
         max_lag: int = 64,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
+        nonfinite: NonFinite = "raise",
+        compare_every: int = 100,
     ) -> None:
         _check(delay, combine, max_accumulation, skip_after)
         super().__init__(
@@ -160,6 +196,8 @@ class CyclicDelayStrategy(RoundsStrategy):
             max_lag=max_lag,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
+            nonfinite=nonfinite,
+            compare_every=compare_every,
         )
         self.delay = delay
         self.combine = combine
@@ -167,49 +205,18 @@ class CyclicDelayStrategy(RoundsStrategy):
         self.skip_after = skip_after
         self.divide_by_batches = combine == "mean"
 
-    def policy_arguments(self) -> dict[str, Any]:
-        return {**super().policy_arguments(), "skip_after": self.skip_after}
+    def make_policy(self, workers: int, *, version: int = 0) -> RoundsPolicy:
+        return CyclicPolicy(
+            workers, skip_after=self.skip_after, version=version, max_lag=self.max_lag
+        )
 
-    def make_policy(self, arguments: dict[str, Any]) -> RoundsPolicy:
-        return CyclicPolicy(**arguments)
-
-    def worker_options(self) -> dict[str, Any]:
-        return {"delay": self.delay, "max_accumulation": self.max_accumulation}
-
-    def initial_token(self, policy_state: dict[str, Any]) -> int | None:
-        return first_token(policy_state, self.world_size)
-
-    def gradients_per_round(self) -> int:
-        return self.delay if isinstance(self.delay, int) else max(1, self.world_size // 2)
-
-    @property
-    def _bound(self) -> float:
+    def make_rule(self, workers: int) -> TurnRule:
         if isinstance(self.delay, int):
-            return self.delay
-        return float("inf") if self.max_accumulation is None else self.max_accumulation
+            return TurnRule(least=self.delay, most=self.delay)
+        return TurnRule(most=self.max_accumulation)
 
-    def _has_had_last_turn(self) -> bool:
-        """Has this rank published, or will it, within the segment's last cycle?"""
-        exchange = self._exchange
-        assert exchange is not None
-        own = exchange.own_round
-        if own is not None and own > max(self.segment_first, self.segment_last - self.world_size):
-            return True
-        near = exchange.decided_version >= self.segment_last - 2 * self.world_size
-        return near and exchange.outstanding > 0
-
-    def may_start(self) -> bool:
-        return self._accumulated_batches < self._bound and not self._has_had_last_turn()
-
-    def may_compute_more(self) -> bool:
-        return self.may_start()
-
-    def should_publish(self) -> bool:
-        exchange = self._exchange
-        assert exchange is not None
-        full = not isinstance(self.delay, int) or self._accumulated_batches == self.delay
-        turn = exchange.token == self.global_rank or exchange.passed
-        return full and turn and exchange.outstanding == 0
+    def gradients_per_round(self, workers: int) -> int:
+        return self.delay if isinstance(self.delay, int) else max(1, workers // 2)
 
 
 def _check(delay: object, combine: object, bound: int | None, skip_after: float | None) -> None:

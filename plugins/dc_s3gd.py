@@ -23,13 +23,20 @@ from torch import Tensor
 
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.pipeline import Wire
-from lightning_dsgd.pipeline_strategy import PipelineStrategy
-from lightning_dsgd.points import Points, largest, length
-from lightning_dsgd.policy import RoundsPolicy
+from lightning_dsgd.exchange.finite import NonFinite
+from lightning_dsgd.exchange.pipeline import Wire
+from lightning_dsgd.exchange.points import Points, largest, length
+from lightning_dsgd.trainer.pipeline import PipelineStrategy
+from lightning_dsgd.workers.policy import RoundsPolicy
 from lightning_dsgd_plugins.k_family import FirstKPolicy
 
 LambdaScope = Literal["model", "tensor"]
+
+
+class ArrivalsPolicy(FirstKPolicy):
+    """Counts who has come to an exchange; who brings a step of zero has come, too."""
+
+    refuses_nonfinite = False
 
 
 class DCS3GDStrategy(PipelineStrategy):
@@ -43,10 +50,14 @@ class DCS3GDStrategy(PipelineStrategy):
         wire: What travels: 'full' precision, or the steps rounded to 'bf16' or 'fp16'.
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' has the rank give a step of zero; 'ignore' looks for none.
     """
 
     paper = "Rigazzi 2019, arXiv 1911.02516"
     strategy_name = "dc_s3gd"
+    plainness = 7
+    corrects_staleness = True
     summary = "all-reduce of the last step hides behind the next gradient, which is then corrected"
 
     def __init__(
@@ -56,6 +67,7 @@ class DCS3GDStrategy(PipelineStrategy):
         wire: Wire = "full",
         backend: BackendName = "auto",
         timeout: float = 300.0,
+        nonfinite: NonFinite = "raise",
     ) -> None:
         if isinstance(lambda0, bool) or not 0 <= lambda0 < float("inf"):
             raise ConfigurationError(f"lambda0={lambda0!r} must be a finite number, 0 or more")
@@ -63,15 +75,14 @@ class DCS3GDStrategy(PipelineStrategy):
             raise ConfigurationError(
                 f"lambda_scope={lambda_scope!r} is unknown; choose 'model' or 'tensor'"
             )
-        super().__init__(wire=wire, backend=backend, timeout=timeout)
+        super().__init__(wire=wire, backend=backend, timeout=timeout, nonfinite=nonfinite)
         self.lambda0 = float(lambda0)
         self.lambda_scope = lambda_scope
         self._lambdas: list[Tensor] = []
 
-    def make_policy(self) -> RoundsPolicy:
-        assert self.lightning_module is not None
-        version = self.lightning_module.trainer.global_step
-        return FirstKPolicy(self.world_size, self.world_size, version=version)
+    def make_policy(self, workers: int, *, version: int = 0) -> RoundsPolicy:
+        """Counts who has come to an exchange, for the tally and for time-outs."""
+        return ArrivalsPolicy(workers, workers, version=version)
 
     def correct(self, points: Points, precision: float) -> None:
         parts = points.corrigible()

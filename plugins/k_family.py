@@ -18,14 +18,18 @@ takes part in one all-reduce, a late one with zeros, and applies the same result
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lightning_dsgd.backends import BackendName
-from lightning_dsgd.damping import Damping, check_damping
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.policy import RoundsPolicy, round_of
-from lightning_dsgd.protocol import Contribution, Decision, Dropped
-from lightning_dsgd.rounds_strategy import RoundsStrategy
+from lightning_dsgd.exchange.damping import Damping, check_damping
+from lightning_dsgd.exchange.finite import NonFinite
+from lightning_dsgd.trainer.rounds import RoundsStrategy
+from lightning_dsgd.workers.algorithm import spread
+from lightning_dsgd.workers.machine import Rule, WorkerMachine
+from lightning_dsgd.workers.messages import Contribution, Decision, Dropped
+from lightning_dsgd.workers.policy import RoundsPolicy, round_of
 
 Counted = Literal["workers", "batches"]
 
@@ -38,8 +42,9 @@ class FirstKPolicy(RoundsPolicy):
     1. A gradient that is more than `max_staleness` updates old is dropped, when it arrives or when
        a round makes it too old. 0 is the synchronous pair: only the current version counts.
     2. Counting workers, a second gradient of the same worker waits for a later round.
-    3. K kept gradients make a round, oldest arrival first. K never exceeds the workers present when
-       workers are counted.
+    3. K kept gradients make a round, oldest arrival first. K never exceeds the workers that can
+       give one, when workers are counted: those present, without those whose gradient at this
+       version was not finite.
     """
 
     def __init__(
@@ -62,8 +67,12 @@ class FirstKPolicy(RoundsPolicy):
 
     @property
     def needed(self) -> int:
-        """K, capped by the workers present where each counts once."""
-        return min(self.k, len(self.present)) if self.counted == "workers" else self.k
+        """K, capped by the workers that can come where each counts once."""
+        return min(self.k, self._able) if self.counted == "workers" else self.k
+
+    @property
+    def _able(self) -> int:
+        return len(self.present) - len(self._refused)
 
     def _accept(self, event: Contribution, now: float) -> str | None:
         if self.max_staleness is not None and self.version - event.version > self.max_staleness:
@@ -85,7 +94,7 @@ class FirstKPolicy(RoundsPolicy):
         waiting = len(self._waiting)
         if waiting >= self.k:
             return True
-        return self.counted == "workers" and 0 < waiting >= len(self.present)
+        return self.counted == "workers" and 0 < waiting >= self._able
 
     def _form(self, now: float) -> list[Decision]:
         needed = self.needed
@@ -122,6 +131,24 @@ class FirstKPolicy(RoundsPolicy):
         return tuple(sorted(self.present - {part.worker for part in self._waiting}))
 
 
+@dataclass(frozen=True)
+class UntilTakenRule(Rule):
+    """One gradient per version, and none while the last is in no update yet."""
+
+    def may_begin(self, me: WorkerMachine) -> bool:
+        return me.begun == 0 and not me.outstanding
+
+
+@dataclass(frozen=True)
+class OnAndOnRule(Rule):
+    """Nobody waits for an update; but who could fill one alone is held up by something else."""
+
+    enough: int = 1
+
+    def may_begin(self, me: WorkerMachine) -> bool:
+        return len(me.outstanding) < self.enough
+
+
 def resolve_k(k: int | float | None, world: int, *, counted: Counted = "workers") -> int:
     """K as a number of contributions; a float is a share of the world, None is one less than it."""
     if k is None:
@@ -152,6 +179,7 @@ class KFamilyStrategy(RoundsStrategy):
     paper = "Dutta et al. 2018, arXiv 1803.01113"
     counted: ClassVar[Counted] = "workers"
     keeps_late_work: ClassVar[bool] = False
+    has_k = True
 
     def __init__(
         self,
@@ -174,35 +202,41 @@ class KFamilyStrategy(RoundsStrategy):
         self.damping = damping
         self.damping_constant = damping_constant
 
-    def gradients_per_round(self) -> int:
-        return resolve_k(self.k, self.world_size, counted=self.counted)
+    def first_k(self, workers: int) -> int:
+        """K in numbers."""
+        return resolve_k(self.k, workers, counted=self.counted)
 
-    def check_world(self) -> None:
-        super().check_world()
-        self.gradients_per_round()
+    def gradients_per_round(self, workers: int) -> int:
+        return self.first_k(workers)
 
-    def policy_arguments(self) -> dict[str, Any]:
-        return {
-            **super().policy_arguments(),
-            "k": self.gradients_per_round(),
-            "counted": self.counted,
-            "max_staleness": self.max_staleness,
-        }
+    def check_workers(self, workers: int) -> None:
+        self.gradients_per_round(workers)
 
-    def make_policy(self, arguments: dict[str, Any]) -> RoundsPolicy:
-        return FirstKPolicy(**arguments)
+    def make_policy(self, workers: int, *, version: int = 0) -> RoundsPolicy:
+        return FirstKPolicy(
+            workers,
+            self.gradients_per_round(workers),
+            counted=self.counted,
+            max_staleness=self.max_staleness,
+            version=version,
+            max_lag=self.max_lag,
+        )
 
-    def may_start(self) -> bool:
-        """K-async waits until the update that its gradient is in; the others start afresh."""
-        return self.counted == "batches" or not self.keeps_late_work or not self.outstanding
+    def make_rule(self, workers: int) -> Rule:
+        """K-async waits until the update that its gradient is in; K-batch waits for none."""
+        if self.counted == "batches":
+            enough = max(workers, self.gradients_per_round(workers))
+            return OnAndOnRule(cancels=self.cancel_late, enough=enough)
+        return UntilTakenRule() if self.keeps_late_work else super().make_rule(workers)
 
-    def may_compute_more(self) -> bool:
-        """Counting mini-batches, nobody waits for the round; counting workers, one each.
+    @classmethod
+    def with_k(cls, k: int, workers: int) -> dict[str, Any]:
+        check_k(k)
+        return {"k": resolve_k(k, workers, counted=cls.counted)}
 
-        A rank that could fill a round alone is held up by something else, and waits as well.
-        """
-        enough = max(self.world_size, self.gradients_per_round())
-        return self.counted == "batches" and self.outstanding < enough
+    @classmethod
+    def choices(cls, workers: int, seconds: float) -> list[dict[str, Any]]:
+        return [cls.with_k(k, workers) for k in spread(workers)]
 
 
 class KSyncStrategy(KFamilyStrategy):
@@ -219,13 +253,18 @@ class KSyncStrategy(KFamilyStrategy):
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     strategy_name = "k_sync"
+    plainness = 0
     summary = "the first K workers make the update, late gradients are dropped"
 
-    def steps_together(self) -> bool:
-        return self.counted == "workers" and self.gradients_per_round() == self.world_size
+    def steps_together(self, workers: int) -> bool:
+        return self.counted == "workers" and self.gradients_per_round(workers) == workers
 
     def __init__(
         self,
@@ -236,6 +275,8 @@ class KSyncStrategy(KFamilyStrategy):
         max_lag: int = 64,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
+        nonfinite: NonFinite = "raise",
+        compare_every: int = 100,
     ) -> None:
         super().__init__(
             k,
@@ -245,6 +286,8 @@ class KSyncStrategy(KFamilyStrategy):
             max_lag=max_lag,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
+            nonfinite=nonfinite,
+            compare_every=compare_every,
         )
 
 
@@ -262,9 +305,14 @@ class KBatchSyncStrategy(KSyncStrategy):
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     strategy_name = "k_batch_sync"
+    plainness = 1
     summary = "the first K mini-batches make the update, whoever gives them"
     counted = "batches"
 
@@ -285,9 +333,14 @@ class KAsyncStrategy(KFamilyStrategy):
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     strategy_name = "k_async"
+    plainness = 2
     summary = "the first K workers make the update, late gradients count later"
     keeps_late_work = True
 
@@ -302,6 +355,8 @@ class KAsyncStrategy(KFamilyStrategy):
         max_lag: int = 64,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
+        nonfinite: NonFinite = "raise",
+        compare_every: int = 100,
     ) -> None:
         super().__init__(
             k,
@@ -313,6 +368,8 @@ class KAsyncStrategy(KFamilyStrategy):
             max_lag=max_lag,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
+            nonfinite=nonfinite,
+            compare_every=compare_every,
         )
 
 
@@ -332,8 +389,13 @@ class KBatchAsyncStrategy(KAsyncStrategy):
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
+        nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
+            ranks, by name; 'drop' leaves it out of all updates; 'ignore' looks for none.
+        compare_every: Updates between two comparisons of all replicas' parameters, which also
+            happen at the end of every epoch; one that differs ends the run, by name. 0: never.
     """
 
     strategy_name = "k_batch_async"
+    plainness = 3
     summary = "the first K mini-batches make the update, stale ones too; nobody waits"
     counted = "batches"

@@ -17,15 +17,18 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from lightning_dsgd.alarm import Alarm
+from lightning_dsgd.backends.seal import Seal, this_seal
+from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import BackendError, RoundTimeoutError, RunError
 
 BackendName = Literal["auto", "horovod", "torch"]
+Data = TypeVar("Data")
 Edge = tuple[int, int]
 """Two ranks that exchange on their own, the lower one first."""
 
@@ -34,6 +37,9 @@ _LONGEST_SLEEP = 5e-3
 _SLEEP_SHARE = 0.1
 """A wait sleeps a tenth of the time it has lasted: late by 10 %, and next to no wake-ups."""
 
+MEETING_SECONDS = 60.0
+"""So long, at least, a rank waits for the others to start."""
+
 _NAMING_PATIENCE = 8.0
 """Seconds to wait for the control plane to name the culprit of a broken collective."""
 
@@ -41,8 +47,11 @@ _NAMING_PATIENCE = 8.0
 class Channel(abc.ABC):
     """Blocking collectives for one thread. All of them work in place on contiguous tensors."""
 
-    def __init__(self, name: str, rank: int, world_size: int, alarm: Alarm, timeout: float) -> None:
+    def __init__(
+        self, name: str, rank: int, world_size: int, alarm: Alarm, timeout: float, seal: Seal
+    ) -> None:
         self.name = name
+        self._seal = seal
         self.rank = rank
         self.world_size = world_size
         self.alarm = alarm
@@ -80,20 +89,45 @@ class Channel(abc.ABC):
         """Wait for all ranks."""
         self.sum_(torch.zeros(1))
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Any picklable object of the root, on all ranks."""
-        payload = bytearray(pickle.dumps(value)) if self.rank == root else bytearray()
-        size = torch.tensor([len(payload)])
-        self.broadcast_(size, root)
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if self.rank == root:
-            data.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-        self.broadcast_(data, root)
-        return value if self.rank == root else pickle.loads(data.numpy().tobytes())
+    # ----------------------------------------------------------- more than one tensor
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's object, in rank order."""
-        return [self.broadcast_object(value, root) for root in range(self.world_size)]
+    def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
+        """The root's bytes; what the others give does not matter."""
+        data = _tensor_of(self._seal.close(payload) if self.rank == root else b"")
+        size = torch.tensor([data.numel()])
+        self.broadcast_(size, root)
+        data = data if self.rank == root else torch.zeros(int(size), dtype=torch.uint8)
+        self.broadcast_(data, root)
+        return payload if self.rank == root else self._seal.open(data.numpy().tobytes())
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
+        data = _tensor_of(self._seal.close(payload))
+        sizes = self.gather(torch.tensor([data.numel()])).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = self.gather(padded).numpy()
+        return [
+            self._seal.open(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def gather_data(self, value: Data, kind: Any) -> list[Data]:
+        """Every rank's plain data of that type, in rank order."""
+        decode = msgspec.msgpack.Decoder(kind).decode
+        return [decode(data) for data in self.gather_bytes(msgspec.msgpack.encode(value))]
+
+    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of whatever shape and type, on this rank's device."""
+        header = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        plain = tensor.detach().cpu().contiguous()
+        data = _bytes_of(plain).numpy().tobytes() if tensor.numel() else b""
+        packed = msgspec.msgpack.encode((header, data))
+        return [_unpacked(row).to(tensor.device) for row in self.gather_bytes(packed)]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Any picklable object of the root, on all ranks; for what Lightning itself hands over."""
+        data = self.broadcast_bytes(pickle.dumps(value) if self.rank == root else b"", root)
+        return value if self.rank == root else pickle.loads(data)
 
     def poll(self, done: Callable[[], bool]) -> None:
         """Look now and then until it is done, the alarm rings, or time is up."""
@@ -119,6 +153,21 @@ class Channel(abc.ABC):
         return RunError(f"rank {self.rank}: the collective '{self.name}' failed: {error}")
 
 
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0).byte()
+
+
+_Packed = tuple[tuple[str, tuple[int, ...]], bytes]
+_decode_packed = msgspec.msgpack.Decoder(_Packed).decode
+
+
+def _unpacked(row: bytes) -> Tensor:
+    (dtype, shape), data = _decode_packed(row)
+    if not data:
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+    return _tensor_of(data).view(getattr(torch, dtype)).reshape(shape)
+
+
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The same memory: no library can send every type that torch knows."""
     return tensor.reshape(-1).view(torch.uint8)
@@ -137,10 +186,15 @@ class Backend(abc.ABC):
         self.alarm = alarm
         self.timeout = timeout
         self.edges = sorted(edges)
+        self.seal = this_seal()
 
     def partners(self) -> list[tuple[int, Edge]]:
         """This rank's edges, in the order that is the same everywhere, with who is at the end."""
         return [(sum(edge) - self.rank, edge) for edge in self.edges if self.rank in edge]
+
+    @abc.abstractmethod
+    def introduce(self, card: bytes) -> list[bytes]:
+        """All ranks' cards, in rank order: a collective for which no channel is needed yet."""
 
     @abc.abstractmethod
     def channel(self, name: str, patience: float = 1.0) -> Channel:

@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.backends import Backend, Channel, Edge
+from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
+from lightning_dsgd.backends.hosts import address_of, leaves_host
+from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import BackendError, RunError
-from lightning_dsgd.hosts import address_of, leaves_host
 
 _CROWDED_CYCLE_MS = "12"
 """All ranks' Horovod threads meet once per cycle (1 ms by default), busy or not: on a host with
@@ -28,6 +30,9 @@ more ranks than cores that alone would cost an idle rank a third of a core."""
 
 _generation = 0
 """Of the operations' names: this rank wants a new one when it has left an operation unfinished."""
+
+_not_met = False
+"""This rank has come to a training at which not all others arrived."""
 
 _process_sets: dict[Edge, Any] = {}
 """The pairs that Horovod knows; it is started once per process."""
@@ -91,6 +96,24 @@ def _horovod() -> Any:
     return hvd
 
 
+@contextlib.contextmanager
+def _said_if_alone(rank: int) -> Iterator[None]:
+    """Horovod waits for all ranks to start, and then aborts the process without a word of ours."""
+    limit = float(os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"])
+    text = (
+        f"lightning-dsgd: rank {rank} has waited {limit / 2:g} s for the other ranks to start; "
+        f"Horovod gives up after {limit:g} s (HOROVOD_GLOO_TIMEOUT_SECONDS)"
+    )
+    line = threading.Timer(limit / 2, lambda: print(text, file=sys.stderr, flush=True))
+    line.name, line.daemon = "dsgd-start", True
+    line.start()
+    try:
+        yield
+    finally:
+        line.cancel()
+        line.join()
+
+
 class HorovodBackend(Backend):
     """Horovod's global job. It is initialised once per process and left to its own exit handler."""
 
@@ -107,17 +130,32 @@ class HorovodBackend(Backend):
         _check_name()
         hvd = self.hvd = _horovod()
         if not hvd.is_initialized():
-            hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
+            with _said_if_alone(rank):
+                hvd.init(process_sets=_pair_sets(hvd, self.edges, world_size))
             if self.edges:
                 _await_last_words()
         self.prefix = "dsgd"
         self.prefix += f".{self._agreed_generation()}"
 
     def _agreed_generation(self) -> int:
-        global _generation
-        meeting = self.channel("meeting")
-        _generation = int(meeting.gather(torch.tensor([_generation])).max())
+        global _generation, _not_met
+        if _not_met:
+            raise BackendError(
+                f"rank {self.rank} has waited for the others at an earlier training, in vain, and "
+                "Horovod holds whoever comes late to that one; let the program end after such a "
+                "failure and start it anew, or launch with torchrun"
+            )
+        _not_met = True
+        _generation = int(self._meeting().gather(torch.tensor([_generation])).max())
+        _not_met = False
         return _generation
+
+    def introduce(self, card: bytes) -> list[bytes]:
+        return self._meeting().gather_bytes(card)
+
+    def _meeting(self) -> Channel:
+        """A start takes its time, however short `timeout` is."""
+        return self.channel("meeting", patience=max(1.0, MEETING_SECONDS / self.timeout))
 
     def channel(self, name: str, patience: float = 1.0) -> Channel:
         return HorovodChannel(name, self, self.timeout * patience)
@@ -152,7 +190,9 @@ class HorovodChannel(Channel):
     def __init__(
         self, name: str, backend: HorovodBackend, timeout: float, members: Any = None
     ) -> None:
-        super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
+        super().__init__(
+            name, backend.rank, backend.world_size, backend.alarm, timeout, backend.seal
+        )
         self.hvd = backend.hvd
         self._members = members or self.hvd.global_process_set
         self._prefix = f"{backend.prefix}.{name}"

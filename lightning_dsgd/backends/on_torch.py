@@ -7,28 +7,37 @@ every batch and so tie all ranks to rank 0's pace.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
-import json
 import os
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.backends import Backend, Channel, Edge
+from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
+from lightning_dsgd.backends.hosts import Place, reachable_address, this_place
+from lightning_dsgd.backends.wires import Wires, open_sockets
+from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import ConfigurationError, RoundTimeoutError, RunError
-from lightning_dsgd.hosts import Place, reachable_address, this_place
 
 _JOBS = itertools.count()
-_MEETING_SECONDS = 60.0
-"""A start takes its time, however short `timeout` is."""
+_GLANCE = 0.02
+"""Seconds between two looks while ranks wait for each other's cards."""
+_GRACE = 2.0
+"""Seconds for what has been cut off to notice."""
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+"""torch's variable for the interfaces that Gloo uses, with commas between them."""
 _backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
 _abandoned: list[object] = []
 """Groups with an operation that never ended: their destructor would wait for it."""
@@ -54,13 +63,42 @@ class TorchBackend(Backend):
     ) -> None:
         super().__init__(rank, world_size, alarm, timeout, edges)
         self._device = device
-        patience = max(timeout, _MEETING_SECONDS)
-        store = _store(address, port, rank, world_size, patience)
+        chosen = _chosen_devices()
+        self._patience = max(timeout, MEETING_SECONDS)
+        store = _store(address, port, rank, world_size, self._patience)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
-        self._address = _own_address(self._store, rank, world_size, address, patience)
+        self._cards: list[str] = []
         self._channels: list[TorchChannel] = []
-        _backends.add(self)
         self._opened = 0
+        self._gloo_devices = chosen or [_device(self._own_address(address))]
+        _backends.add(self)
+
+    def introduce(self, card: bytes) -> list[bytes]:
+        """Through the launcher's store, where each rank leaves its card."""
+        keys = [f"card-{len(self._cards)}-{rank}" for rank in range(self.world_size)]
+        self._cards.append(keys[self.rank])
+        self._store.set(keys[self.rank], self.seal.close(card))  # type: ignore[arg-type]  # bytes, too
+        self._await_cards(keys)
+        return [self.seal.open(data) for data in self._store.multi_get(keys)]
+
+    def _await_cards(self, keys: list[str]) -> None:
+        deadline = time.monotonic() + self._patience
+        while not self._store.check(keys):
+            time.sleep(_GLANCE)
+            self.alarm.check()
+            if time.monotonic() > deadline:
+                there = self._store.check
+                missing = [str(rank) for rank, key in enumerate(keys) if not there([key])]
+                raise RoundTimeoutError(
+                    f"rank {self.rank} has waited {self._patience:g} s for rank "
+                    f"{', '.join(missing)} to start"
+                )
+
+    def _own_address(self, meeting_point: str) -> str:
+        """By which the others reach this host."""
+        own = this_place(meeting_point)
+        cards = self.introduce(msgspec.json.encode(own))
+        return reachable_address(own, [msgspec.json.decode(card, type=Place) for card in cards])
 
     def channel(self, name: str, patience: float = 1.0) -> Channel:
         self._opened += 1
@@ -76,21 +114,47 @@ class TorchBackend(Backend):
 
     def _open(self, name: str, rank: int, size: int, timeout: float) -> Channel:
         store = dist.PrefixStore(f"{name}-{self._opened}", self._store)
-        groups: dict[str, Any] = {"cpu": self._gloo(store, rank, size, timeout)}
+        groups: dict[str, Any] = {}
+        wires = self._interruptibly(
+            lambda: groups.update(cpu=self._gloo(store, rank, size, timeout)), timeout
+        )
         if self._device.type == "cuda" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout)
             cuda = dist.PrefixStore("cuda", store)
             groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
-        channel = TorchChannel(name, groups, self, timeout)
+        channel = TorchChannel(name, groups, self, timeout, wires)
         self._channels.append(channel)
         return channel
+
+    def _interruptibly(self, connect: Callable[[], None], timeout: float) -> Wires:
+        """Connect in a thread of its own, `dsgd-connect`: the alarm ends this rank's waiting."""
+        woken = threading.Event()
+        done: Future[Wires] = Future()
+        done.add_done_callback(lambda _: woken.set())
+
+        def run() -> None:
+            before = open_sockets()
+            try:
+                connect()
+                done.set_result(Wires(open_sockets() - before))
+            except Exception as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="dsgd-connect", daemon=True).start()
+        self.alarm.listen(woken.set)
+        woken.wait(timeout + _GRACE)
+        self.alarm.forget(woken.set)
+        if not done.done():
+            self.alarm.check()
+            raise RoundTimeoutError(f"rank {self.rank}: cannot connect within {timeout:g} s")
+        return done.result()
 
     def _gloo(self, store: dist.Store, rank: int, size: int, timeout: float) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # its options carry no types
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
-        options._devices = [_device("" if "GLOO_SOCKET_IFNAME" in os.environ else self._address)]
+        options._devices = self._gloo_devices
         return gloo(store, rank, size, options)
 
     def close(self) -> None:
@@ -99,25 +163,57 @@ class TorchBackend(Backend):
             channel.close()
 
     def abandon(self) -> None:
-        _abandoned.extend(channel.groups for channel in self._channels)
+        """Cut all connections: what is under way ends at once, here and on the others."""
+        for channel in self._channels:
+            channel.cut()
+        withdrawing = threading.Thread(target=self._withdraw, name="dsgd-withdraw", daemon=True)
+        withdrawing.start()
+        withdrawing.join(_GRACE)
+
+    def _withdraw(self) -> None:
+        """Nobody is to meet this rank again. In a thread: the store may be gone with rank 0, or
+        stopped with it, and then no deadline of its own ends the wait."""
+        for card in self._cards:
+            with contextlib.suppress(Exception):
+                self._store.delete_key(card)
 
 
 class TorchChannel(Channel):
     """Process groups, one per type of device, whose waits can be interrupted."""
 
     def __init__(
-        self, name: str, groups: dict[str, Any], backend: TorchBackend, timeout: float
+        self,
+        name: str,
+        groups: dict[str, Any],
+        backend: TorchBackend,
+        timeout: float,
+        wires: Wires,
     ) -> None:
-        super().__init__(name, backend.rank, backend.world_size, backend.alarm, timeout)
+        super().__init__(
+            name, backend.rank, backend.world_size, backend.alarm, timeout, backend.seal
+        )
         self.groups = groups
         self.busy = False
         """An operation has been started and has not ended."""
+        self._wires = wires
+        self._pending: Any = None
         self.stream = torch.cuda.Stream(backend._device) if "cuda" in groups else None
 
     def close(self) -> None:
         """End the groups' threads; not in an operation."""
         if not self.busy:
             self.groups = {}
+
+    def cut(self) -> None:
+        """End the operation under way, if any, by its connections, and then the groups."""
+        self._wires.cut()
+        if self._pending is not None:
+            with contextlib.suppress(RuntimeError):  # as it should
+                self._pending.wait(timedelta(seconds=_GRACE))
+            self.busy = not self._pending.is_completed()
+        if self.busy:
+            _abandoned.append((self.groups, self._pending))
+        self.groups, self._pending = {}, None
 
     def sum_(self, tensor: Tensor) -> None:
         self._finish(tensor, lambda group: group.allreduce([tensor]))
@@ -173,7 +269,7 @@ class TorchChannel(Channel):
             self.busy = False
             work.wait()  # done in a moment, if not already: raises what went wrong
             return
-        _abandoned.append(work)
+        self._pending = work
         self.alarm.check()
         self.alarm.ring(self.late())
         self.alarm.check()
@@ -218,21 +314,25 @@ def _device(address: str) -> Any:
     return gloo.create_device(hostname=address) if address else gloo.create_default_device()
 
 
-def _own_address(
-    store: dist.Store, rank: int, world_size: int, meeting_point: str, patience: float
-) -> str:
-    """By which the others reach this host; a collective of its own, before there is any group."""
-    own = this_place(meeting_point)
-    keys = [f"place-{other}" for other in range(world_size)]
-    store.set(keys[rank], json.dumps(own))
+def _chosen_devices() -> list[Any]:
+    """One per interface that the user names. torch heeds the variable only where it makes the
+    group's options itself; its default device does not."""
+    names = (name.strip() for name in os.environ.get(_INTERFACES, "").split(","))
+    return [_device_on(name) for name in names if name]
+
+
+@functools.cache
+def _device_on(interface: str) -> Any:
+    """Gloo's sockets on that interface; a wrong name is refused before the ranks meet."""
+    gloo: Any = dist.ProcessGroupGloo
     try:
-        found = store.multi_get(keys)
-    except dist.DistStoreError:
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        raise RoundTimeoutError(
-            f"rank {rank} has waited {patience:g} s for rank {', '.join(missing)} to start"
-        ) from None
-    return reachable_address(own, [Place(*json.loads(place)) for place in found])
+        return gloo.create_device(interface=interface)
+    except RuntimeError as error:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigurationError(
+            f"{_INTERFACES}={os.environ[_INTERFACES]}: this host has no interface '{interface}' "
+            f"with an address; its interfaces are {there}"
+        ) from error
 
 
 @atexit.register

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
-GROUP = "lightning_dsgd.algorithms"
+from lightning_dsgd.registry import GROUP, algorithms
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 def installed() -> list[Algorithm]:
     """All entries of the group, by name."""
-    return [describe(entry) for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name)]
+    return [describe(entry) for entry in algorithms().values()]
 
 
 def describe(entry: EntryPoint) -> Algorithm:

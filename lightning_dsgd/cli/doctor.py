@@ -14,8 +14,10 @@ from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_dsgd.cli.install_horovod import NEEDED_MODULES, Probe, probe_horovod
-from lightning_dsgd.hosts import address_of, leaves_host
+from lightning_dsgd.backends.hosts import address_of, leaves_host
+from lightning_dsgd.backends.seal import SECRET, SECRET_FILE
+from lightning_dsgd.cli.horovod.preflight import NEEDED_MODULES
+from lightning_dsgd.cli.horovod.probe import Probe, probe_horovod
 
 DISTRIBUTIONS = (
     "lightning-dsgd",
@@ -56,6 +58,7 @@ class Report:
     gpus: list[str] = field(default_factory=list)
     host: str = ""
     launched_by: str = "plain python"
+    secret: str = ""
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -92,6 +95,7 @@ def examine(env: Mapping[str, str]) -> Report:
         gpus=gpus,
         host=f"{name}, {address or 'which leads to no address'}",
         launched_by=launched_by(env),
+        secret=describe_secret(env),
         findings=findings,
     )
 
@@ -203,6 +207,13 @@ def _inward(name: str) -> Finding:
     return Finding(problem, remedy)
 
 
+def describe_secret(env: Mapping[str, str]) -> str:
+    """By what ranks on several hosts know each other."""
+    if {SECRET, SECRET_FILE} & env.keys():
+        return "set"
+    return f"none: ranks trust the network they meet in (set {SECRET}; see SECURITY.md)"
+
+
 def as_text(report: Report) -> str:
     """The report for people."""
     rows = {name: value or "not installed" for name, value in report.versions.items()}
@@ -210,6 +221,7 @@ def as_text(report: Report) -> str:
     rows["GPUs"] = ", ".join(report.gpus) or "none"
     rows["host"] = report.host
     rows["launched by"] = report.launched_by
+    rows["job's secret"] = report.secret
     width = max(map(len, rows))
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
     for finding in report.findings:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import yaml  # type: ignore[import-untyped]  # ships no types
 
+from lightning_dsgd.control.trace import FILE_NAME, Trace, TraceError, read_trace
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.protocol import Contribution
+from lightning_dsgd.registry import algorithms
 from lightning_dsgd.simulate.cluster import Cluster, Description, read_cluster
 from lightning_dsgd.simulate.planning import (
-    PLANNED,
     Candidate,
     Option,
     Recommendation,
@@ -25,8 +25,9 @@ from lightning_dsgd.simulate.planning import (
     evaluate,
     recommend,
 )
-from lightning_dsgd.theory import LossModel, fit_loss
-from lightning_dsgd.trace import FILE_NAME, Trace, TraceError, read_trace
+from lightning_dsgd.simulate.replay import recorded_cluster, recorded_halves
+from lightning_dsgd.simulate.theory import LossModel, fit_loss
+from lightning_dsgd.workers.messages import Contribution
 
 _LOSS_KEYS = ("start", "rate", "noise", "optimum", "staleness")
 
@@ -36,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a cluster file (YAML) or the trace directory of a real run")
     parser.add_argument("--workers", type=numbers, metavar="N,…", help="worker counts to compare")
     parser.add_argument(
-        "--strategies", type=names, metavar="NAME,…", help=f"of {', '.join(PLANNED)}; default: all"
+        "--strategies",
+        type=names,
+        metavar="NAME,…",
+        help="of those that `lightning-dsgd algorithms` lists; default: all worth comparing",
     )
     parser.add_argument("--k", type=numbers, metavar="K,…", help="the Ks to try; default: a spread")
     parser.add_argument("--target", type=float, help="the loss to reach, if a loss curve is known")
@@ -74,11 +78,16 @@ def run(args: argparse.Namespace) -> int:
     if args.updates < 100:
         raise ConfigurationError("--updates must be at least 100, or the figures mean nothing")
     source, trace = read_source(args.source)
-    wanted = candidates(args.workers or source.workers, args.strategies, args.k)
+    wanted = candidates(
+        source.cluster,
+        args.workers or source.workers,
+        args.strategies,
+        args.k,
+        cancel_late=not args.finish_late,
+    )
     settings = Settings(
         updates=args.updates,
         seed=args.seed,
-        cancel_late=not args.finish_late,
         loss=_loss_model(args, source, trace),
         target=source.target if args.target is None else args.target,
     )
@@ -88,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
     options = evaluate(source.cluster, wanted, settings, progress)
     progress.done()
     best = recommend(options)
-    _print(args, settings, options, best, source.cluster)
+    _print(args, settings, options, best)
     if args.plot:
-        from lightning_dsgd.simulate.picture import draw_plan
+        from lightning_dsgd.report.picture import draw_plan
 
         draw_plan(options, best.option, Path(args.plot))
     return 0
@@ -101,9 +110,8 @@ def _print(
     settings: Settings,
     options: list[Option],
     best: Recommendation,
-    cluster: Cluster,
 ) -> None:
-    trainer = best.trainer(cluster, settings.cancel_late)
+    trainer = best.trainer()
     if args.json:
         print(json.dumps(_as_json(settings, options, best, trainer), indent=2))
         return
@@ -143,8 +151,6 @@ def read_source(path: str) -> tuple[Description, Trace | None]:
     where = Path(path)
     if not where.is_dir() and where.suffix != Path(FILE_NAME).suffix:
         return read_cluster(where), None
-    from lightning_dsgd.simulate.replay import recorded_cluster
-
     try:
         trace = read_trace(where)
         cluster = recorded_cluster(trace)
@@ -190,7 +196,8 @@ def _described_loss(given: Any) -> LossModel:
 def _recorded_k(cluster: Cluster, trace: Trace | None) -> float:
     if trace is None:
         return float(cluster.workers)
-    return float(trace.header.arguments.get("k", cluster.workers))
+    algorithm, _ = recorded_halves(trace)
+    return float(algorithm.gradients_per_round(trace.header.workers))
 
 
 def _recorded_losses(trace: Trace) -> tuple[list[float], list[float]]:
@@ -239,10 +246,11 @@ def numbers(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """A list of strategies from the command line."""
     values = [part.strip() for part in text.split(",")]
-    unknown = [value for value in values if value not in (*PLANNED, "backup_workers")]
+    known = algorithms()
+    unknown = [value for value in values if value not in known]
     if unknown:
         raise argparse.ArgumentTypeError(
-            f"unknown strategy {unknown[0]!r}; known: {', '.join(PLANNED)}"
+            f"unknown strategy {unknown[0]!r}; known: {', '.join(known)}"
         )
     return values
 

@@ -9,13 +9,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # ships no types
+
 from lightning_dsgd.cli.plan import read_source
+from lightning_dsgd.control.trace import Trace, TraceError
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.registry import algorithms
+from lightning_dsgd.simulate.algorithms import algorithm_class
 from lightning_dsgd.simulate.cluster import Cluster
 from lightning_dsgd.simulate.learning import Learner, Logistic, Quadratic
+from lightning_dsgd.simulate.replay import measured_seconds_per_update, predict, replay
 from lightning_dsgd.simulate.result import Result
-from lightning_dsgd.simulate.strategies import K_FAMILY, STRATEGIES, simulate
-from lightning_dsgd.trace import Trace, TraceError
+from lightning_dsgd.simulate.runs import simulate
+
+_SHORT: dict[str, tuple[type, str]] = {
+    "max_lag": (int, "updates a replica may be behind"),
+    "variant": (str, "which of the K-family an adaptive K is of"),
+    "interval": (float, "seconds between two looks at the loss"),
+    "delay": (int, "mini-batches per turn"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a cluster file (YAML) or the trace directory of a real run")
     parser.add_argument(
         "--strategy",
-        choices=STRATEGIES,
+        choices=list(algorithms()),
         help="what to simulate; without it, a trace's own strategy is replayed and predicted",
     )
     parser.add_argument("--workers", type=int, help="how many; default: what the source says")
-    parser.add_argument("--k", type=int, help="gradients per update, AdaSync's first; default: all")
+    parser.add_argument("--k", type=int, help="gradients per update; default: the strategy's own")
     parser.add_argument("--updates", type=int, default=2000, help="how many to simulate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -35,10 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="late workers of the synchronous variants finish their gradient instead of stopping",
     )
-    parser.add_argument("--max-lag", type=int, default=64, help="updates a replica may be behind")
-    parser.add_argument("--variant", choices=K_FAMILY, default="k_sync", help="AdaSync's variant")
-    parser.add_argument("--interval", type=float, help="AdaSync's seconds between two looks")
-    parser.add_argument("--delay", type=int, help="cyclic_delay's mini-batches per turn")
+    for name, (kind, text) in _SHORT.items():
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=kind, help=f"{text}; short for --set {name}=…")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the strategy, as in training, such as --set delay=2; may be repeated",
+    )
     parser.add_argument(
         "--train",
         choices=("quadratic", "digits"),
@@ -51,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print the figures."""
-    if args.updates < 1 or args.max_lag < 1:
-        raise ConfigurationError("--updates and --max-lag must be at least 1")
+    if args.updates < 1:
+        raise ConfigurationError("--updates must be at least 1")
     if args.curve and not args.train:
         raise ConfigurationError("--curve needs --train: without it there is no error to write")
     source, trace = read_source(args.source)
@@ -71,19 +89,36 @@ def _simulate(args: argparse.Namespace, cluster: Cluster) -> Result:
     result = simulate(
         args.strategy,
         cluster,
-        k=args.k,
         updates=args.updates,
         seed=args.seed,
-        cancel_late=not args.finish_late,
-        max_lag=args.max_lag,
-        variant=args.variant,
-        interval=args.interval,
-        delay=args.delay,
         learner=_learner(args),
         progress=progress,
+        **_arguments(args, cluster.workers),
     )
     progress.done()
     return result
+
+
+def _arguments(args: argparse.Namespace, workers: int) -> dict[str, Any]:
+    """The strategy's own arguments, from the command line."""
+    cls = algorithm_class(args.strategy)
+    arguments = {} if args.k is None else cls.with_k(args.k, workers)
+    if args.finish_late and cls.takes("cancel_late"):
+        arguments["cancel_late"] = False
+    short = {name: getattr(args, name) for name in _SHORT}
+    arguments.update({name: value for name, value in short.items() if value is not None})
+    return {**arguments, **dict(_setting(text) for text in args.set)}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A value is written as in a YAML file."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigurationError(f"--set {text}: write it as NAME=VALUE")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigurationError(f"--set {text}: {value!r} is no value in YAML") from None
 
 
 def _learner(args: argparse.Namespace) -> Learner | None:
@@ -107,8 +142,6 @@ def _recorded(args: argparse.Namespace, trace: Trace | None) -> int:
     """Does the policy decide the same again, and how long would an update take?"""
     if trace is None:
         raise ConfigurationError("--strategy is needed: a cluster file names none")
-    from lightning_dsgd.simulate.replay import measured_seconds_per_update, predict, replay
-
     try:
         difference = replay(trace)
         measured = measured_seconds_per_update(trace)

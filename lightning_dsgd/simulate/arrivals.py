@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_dsgd.policy import RoundsPolicy
-from lightning_dsgd.protocol import Applied, Contribution, Decision, KChanged, Round, Segment
+from lightning_dsgd.errors import RunError
 from lightning_dsgd.simulate.cluster import Cluster
 from lightning_dsgd.simulate.result import Result
 from lightning_dsgd.simulate.rounds import FOREVER, Progress
+from lightning_dsgd.workers.messages import (
+    Applied,
+    Contribution,
+    Decision,
+    KChanged,
+    Round,
+    Segment,
+)
+from lightning_dsgd.workers.policy import RoundsPolicy
 
 _DRAWN_AT_ONCE = 1_000_000
 
@@ -21,10 +29,12 @@ _DRAWN_AT_ONCE = 1_000_000
 class SortedArrivals:
     """Synchronous rounds of a policy that uses gradients of the newest version only."""
 
-    def __init__(self, policy: RoundsPolicy, cluster: Cluster, *, seed: int = 0) -> None:
+    def __init__(
+        self, policy: RoundsPolicy, cluster: Cluster, result: Result, *, seed: int = 0
+    ) -> None:
         self.policy = policy
         self.cluster = cluster
-        self.result = Result("", cluster.workers)
+        self.result = result
         self._rng = np.random.default_rng(seed)
         self._told = np.full(cluster.workers, policy.version)
         self._times = cluster.times
@@ -62,12 +72,15 @@ class SortedArrivals:
         handle = self.policy.handle
         version = self.policy.version
         start = self._now + self.cluster.control
+        made: list[Decision] = []
         for count, (rank, took) in enumerate(zip(ranks, seconds, strict=True), start=1):
             decisions = handle(Contribution(rank, version, version), start + took)
             if decisions:
-                self._now = start + took
-                return count, list(decisions)
-        raise AssertionError("all workers have arrived and the policy decides nothing")
+                made.extend(decisions)
+                if self.policy.version > version:
+                    self._now = start + took
+                    return count, made
+        raise RunError(f"the simulated run stands still: waits for {self.policy.missing()}")
 
     def _note(self, decision: Round) -> None:
         kind = "all_reduce" if len(decision.workers) > 1 else "broadcast"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml  # type: ignore[import-untyped]  # ships no types
 
-from lightning_dsgd.distributions import (
+from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.simulate.delays import Delays
+from lightning_dsgd.simulate.distributions import (
     ComputeTime,
     Constant,
     Empirical,
@@ -19,10 +21,6 @@ from lightning_dsgd.distributions import (
     Sum,
     parse_compute_time,
 )
-from lightning_dsgd.errors import ConfigurationError
-
-if TYPE_CHECKING:  # it is a Lightning callback, and describing a cluster needs no Lightning
-    from lightning_dsgd.stragglers import Stragglers
 
 EXCHANGES = ("all_reduce", "broadcast", "pair")
 
@@ -62,8 +60,8 @@ class Cluster:
     """One way between a worker and the coordinator, in seconds."""
     overhead: float = 0.0
     """What a worker does between two mini-batches, such as its optimizer step, in seconds."""
-    stragglers: Stragglers | None = None
-    """The callback that slows workers in training, doing the same here."""
+    stragglers: Delays | None = None
+    """What slows workers: the callback `Stragglers`, or its rules alone."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -86,7 +84,7 @@ class Cluster:
         return replace(self, workers=workers)
 
 
-def slowed(base: ComputeTime, stragglers: Stragglers, workers: int) -> PerRank:
+def slowed(base: ComputeTime, stragglers: Delays, workers: int) -> PerRank:
     """Each rank's compute time under the callback's rules.
 
     The callback draws its random pairs for all ranks together; here each rank is drawn with the
@@ -193,7 +191,7 @@ def describe(content: Mapping[str, Any]) -> Description:
     return Description(cluster, counts, loss, None if target is None else _number("target", target))
 
 
-def _stragglers(rules: object) -> Stragglers | None:
+def _stragglers(rules: object) -> Delays | None:
     """The callback's own rules, written as in a Trainer's configuration."""
     if rules is None:
         return None
@@ -201,9 +199,7 @@ def _stragglers(rules: object) -> Stragglers | None:
         raise ConfigurationError(
             f"stragglers must be a list such as [{{kind: slow, rank: 3, factor: 10}}]: {rules!r}"
         )
-    from lightning_dsgd.stragglers import Stragglers
-
-    return Stragglers(rules)
+    return Delays(rules)
 
 
 def constant_cluster(workers: int, seconds: float) -> Cluster:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dsgd.theory import LossModel
+from lightning_dsgd.simulate.theory import LossModel
 
 Vector = Any
 """A learner's own parameters or gradient: an array, a tensor, or nothing."""

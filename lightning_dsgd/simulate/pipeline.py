@@ -2,6 +2,9 @@
 
 The recurrence, s the instants at which workers begin: the all-reduce needs everybody's step, so it
 is over at max(s) + its duration; a worker begins again when that and its own gradient are done.
+
+Its policy is not driven here: it counts who has come, for messages, and decides nothing that takes
+time.
 """
 
 from __future__ import annotations
@@ -11,14 +14,20 @@ import numpy as np
 from lightning_dsgd.simulate.cluster import Cluster
 from lightning_dsgd.simulate.result import Result
 from lightning_dsgd.simulate.rounds import Progress
+from lightning_dsgd.workers.algorithm import Algorithm
 
 
 def simulate_pipeline(
-    cluster: Cluster, updates: int, *, seed: int = 0, progress: Progress | None = None
+    algorithm: Algorithm,
+    cluster: Cluster,
+    updates: int,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Result:
     """Time per update of the pipeline; staleness is one update, corrected by the algorithm."""
     rng = np.random.default_rng(seed)
-    result = Result("dc_s3gd", cluster.workers, cluster.workers)
+    result = Result(algorithm.strategy_name, cluster.workers, cluster.workers)
     exchange = cluster.exchange("all_reduce") if cluster.workers > 1 else 0.0
     began = np.zeros(cluster.workers)
     model = cluster.times

@@ -9,37 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.registry import algorithms
+from lightning_dsgd.simulate.algorithms import algorithm_class, make_algorithm
 from lightning_dsgd.simulate.cluster import Cluster
 from lightning_dsgd.simulate.learning import Curve
 from lightning_dsgd.simulate.result import Result
-from lightning_dsgd.simulate.strategies import (
-    HAVE_K,
-    K_FAMILY,
-    STRATEGIES,
-    check,
-    default_interval,
-    simulate,
-)
-from lightning_dsgd.theory import LossModel
-
-_CLASSES = {
-    "k_sync": "lightning_dsgd.KSyncStrategy",
-    "k_batch_sync": "lightning_dsgd.KBatchSyncStrategy",
-    "k_async": "lightning_dsgd.KAsyncStrategy",
-    "k_batch_async": "lightning_dsgd.KBatchAsyncStrategy",
-    "backup_workers": "lightning_dsgd.BackupWorkersStrategy",
-    "adasync": "lightning_dsgd.AdaSyncStrategy",
-    "cyclic_delay": "lightning_dsgd.CyclicDelayStrategy",
-    "dc_s3gd": "lightning_dsgd.DCS3GDStrategy",
-    "ad_psgd": "lightning_dsgd.ADPSGDStrategy",
-}
-PLANNED = tuple(name for name in STRATEGIES if name != "backup_workers")
-"""Backup workers are K-sync with K = P - b: listing both would show every figure twice."""
-
+from lightning_dsgd.simulate.runs import run
+from lightning_dsgd.simulate.theory import LossModel
+from lightning_dsgd.workers.algorithm import Algorithm, Arguments, RoundsAlgorithm
+from lightning_dsgd.workers.policy import RoundsPolicy
 
 _CLOSE = 1.03
 """Options this near to the best are equal: neither cluster nor loss model is known any better."""
@@ -53,7 +35,16 @@ class Candidate:
 
     strategy: str
     workers: int
-    k: int | None = None
+    arguments: Arguments = field(default_factory=dict)
+
+    def make(self) -> Algorithm:
+        """The strategy itself, with these arguments."""
+        return make_algorithm(self.strategy, self.workers, self.arguments)
+
+    @property
+    def k(self) -> int | None:
+        """Gradients per update, or at first, where the strategy has a K."""
+        return self.make().first_k(self.workers)
 
     def __str__(self) -> str:
         k = "" if self.k is None else f", K={self.k}"
@@ -83,39 +74,55 @@ class Settings:
 
     updates: int = 2000
     seed: int = 0
-    cancel_late: bool = True
     loss: LossModel | None = None
     target: float | None = None
 
 
 def candidates(
-    workers: Iterable[int], strategies: Sequence[str] | None, ks: Sequence[int] | None
+    cluster: Cluster,
+    workers: Iterable[int],
+    strategies: Sequence[str] | None = None,
+    ks: Sequence[int] | None = None,
+    cancel_late: bool = True,
 ) -> list[Candidate]:
-    """Every strategy asked for, at every worker count, at each K or a spread of them."""
-    found: list[Candidate] = []
-    for count in workers:
-        for strategy in PLANNED if strategies is None else strategies:
-            if strategy == "ad_psgd" and count < 2:
-                continue
-            choices = _ks(strategy, count, ks)
-            found.extend(Candidate(strategy, count, k) for k in choices)
+    """Every strategy asked for, at every worker count, with all arguments worth comparing."""
+    names = planned() if strategies is None else strategies
+    found = [
+        Candidate(name, count, _late(cls, arguments, count, cancel_late))
+        for count in workers
+        for name, cls in ((name, algorithm_class(name)) for name in names)
+        for arguments in _choices(cls, count, cluster.compute.mean, ks)
+    ]
     for candidate in found:
-        check(candidate.strategy, candidate.workers, candidate.k)
+        candidate.make()
     return found
 
 
-def _ks(strategy: str, workers: int, ks: Sequence[int] | None) -> list[int | None]:
-    if strategy not in HAVE_K:
-        return [None]
-    if strategy == "adasync":
-        return [max(1, workers // 4)] if ks is None else list(ks)
-    return list(spread(workers)) if ks is None else list(ks)
+def planned() -> list[str]:
+    """What a plan compares unless told otherwise, the plainest first."""
+    classes = {name: algorithm_class(name) for name in algorithms()}
+    names = [name for name, cls in classes.items() if cls.planned]
+    return sorted(names, key=lambda name: (classes[name].plainness, name))
 
 
-def spread(workers: int) -> list[int]:
-    """One, a quarter, a half, three quarters, all but one, all: where the trade-off shows."""
-    shares = (1, workers // 4, workers // 2, 3 * workers // 4, workers - 1, workers)
-    return sorted({k for k in shares if k >= 1})
+def _choices(
+    cls: type[Algorithm], workers: int, seconds: float, ks: Sequence[int] | None
+) -> Sequence[Arguments]:
+    choices = cls.choices(workers, seconds)
+    if ks is None or not cls.has_k:
+        return choices
+    extra = choices[0] if choices else {}
+    return [{**extra, **cls.with_k(k, workers)} for k in ks]
+
+
+def _late(cls: type[Algorithm], arguments: Arguments, workers: int, cancel: bool) -> Arguments:
+    """Whether late work is given up, where there is any."""
+    if not cls.takes("cancel_late"):
+        return arguments
+    together = make_algorithm(cls.strategy_name, workers, arguments)
+    if isinstance(together, RoundsAlgorithm) and together.steps_together(workers):
+        return arguments
+    return {**arguments, "cancel_late": cancel}
 
 
 def evaluate(
@@ -134,51 +141,37 @@ def evaluate(
 
 
 def _evaluate(cluster: Cluster, candidate: Candidate, settings: Settings) -> Option:
-    if candidate.strategy == "adasync" and settings.loss is not None:
+    policy = candidate.make().make_policy(candidate.workers)
+    if isinstance(policy, RoundsPolicy) and policy.heeds_loss and settings.loss is not None:
         return _evaluate_adaptive(cluster, candidate, settings, settings.loss)
-    result = _simulate(cluster, candidate, settings, settings.updates)
-    return Option(candidate, result, _seconds_to_target(result, settings))
+    result = run(candidate.make(), cluster, settings.updates, seed=settings.seed)
+    return Option(candidate, result, _seconds_to_target(candidate, result, settings))
 
 
 def _evaluate_adaptive(
     cluster: Cluster, candidate: Candidate, settings: Settings, loss: LossModel
 ) -> Option:
     """K follows the loss, so the loss is simulated too, for as long as the target may need."""
-    updates = settings.updates
-    result = _simulate(cluster, candidate, settings, updates, Curve(loss))
-    if settings.target is None:
+    updates, target = settings.updates, settings.target
+
+    def simulated() -> Result:
+        return run(candidate.make(), cluster, updates, seed=settings.seed, learner=Curve(loss))
+
+    result = simulated()
+    if target is None:
         return Option(candidate, result)
-    while math.isinf(result.time_to(settings.target)) and updates < _LONGEST * settings.updates:
+    while math.isinf(result.time_to(target)) and updates < _LONGEST * settings.updates:
         updates *= 2
-        result = _simulate(cluster, candidate, settings, updates, Curve(loss))
-    return Option(candidate, result, result.time_to(settings.target))
+        result = simulated()
+    return Option(candidate, result, result.time_to(target))
 
 
-def _simulate(
-    cluster: Cluster,
-    candidate: Candidate,
-    settings: Settings,
-    updates: int,
-    learner: Curve | None = None,
-) -> Result:
-    return simulate(
-        candidate.strategy,
-        cluster,
-        k=candidate.k,
-        updates=updates,
-        seed=settings.seed,
-        cancel_late=settings.cancel_late,
-        learner=learner,
-    )
-
-
-def _seconds_to_target(result: Result, settings: Settings) -> float | None:
+def _seconds_to_target(candidate: Candidate, result: Result, settings: Settings) -> float | None:
     """Updates by the loss model, times seconds per update."""
     loss, target = settings.loss, settings.target
     if loss is None or target is None:
         return None
-    # the pipeline's one-update staleness is what its correction is for
-    fresh = 1.0 if result.strategy == "dc_s3gd" else result.fresh
+    fresh = 1.0 if algorithm_class(candidate.strategy).corrects_staleness else result.fresh
     updates = loss.updates_to(target, result.gradients_per_update, fresh)
     return updates * result.seconds_per_update
 
@@ -193,31 +186,20 @@ class Recommendation:
     option: Option
     reason: str
 
-    def trainer(self, cluster: Cluster, cancel_late: bool) -> dict[str, Any]:
+    def trainer(self) -> dict[str, Any]:
         """The Trainer's configuration for it."""
         candidate = self.option.candidate
-        arguments = _arguments(candidate, cancel_late)
-        if candidate.strategy == "adasync":
-            arguments["interval"] = float(f"{default_interval(cluster):.3g}")
-        strategy: dict[str, Any] = {"class_path": _CLASSES[candidate.strategy]}
-        if arguments:
-            strategy["init_args"] = arguments
+        strategy: dict[str, Any] = {"class_path": class_path(candidate.strategy)}
+        if candidate.arguments:
+            strategy["init_args"] = dict(candidate.arguments)
         return {"trainer": {"devices": candidate.workers, "strategy": strategy}}
 
 
-def _arguments(candidate: Candidate, cancel_late: bool) -> dict[str, Any]:
-    k, name = candidate.k, candidate.strategy
-    arguments: dict[str, Any] = {}
-    if name in K_FAMILY:
-        arguments["k"] = k
-    elif name == "adasync":
-        arguments["k0"] = k
-    elif name == "backup_workers" and k is not None:
-        arguments["backups"] = candidate.workers - k
-    if name in ("k_sync", "k_batch_sync", "backup_workers"):
-        late = name == "k_batch_sync" or k != candidate.workers
-        arguments.update({"cancel_late": cancel_late} if late else {})
-    return arguments
+def class_path(name: str) -> str:
+    """By which a configuration names the strategy; ours are exported at the top."""
+    cls = algorithm_class(name)
+    ours = cls.__module__.startswith("lightning_dsgd_plugins.")
+    return f"{'lightning_dsgd' if ours else cls.__module__}.{cls.__name__}"
 
 
 def recommend(options: Sequence[Option]) -> Recommendation:
@@ -275,15 +257,22 @@ def _throughput(option: Option) -> float:
     return option.result.gradients_per_second
 
 
-def _order(option: Option) -> tuple[int, int]:
-    """What is nearly equal goes to fewer workers, then to the strategy listed first."""
-    return option.candidate.workers, STRATEGIES.index(option.candidate.strategy)
+def _order(option: Option) -> tuple[int, int, str]:
+    """What is nearly equal goes to fewer workers, then to the plainer strategy."""
+    name = option.candidate.strategy
+    return option.candidate.workers, algorithm_class(name).plainness, name
 
 
 def _synchronous(options: Sequence[Option], best: Option) -> Option | None:
     """Plain synchronous training on as many workers: what people run today."""
-    wanted = Candidate("k_sync", best.candidate.workers, best.candidate.workers)
-    return next((o for o in options if o.candidate == wanted and o is not best), None)
+    rivals = (o for o in options if o is not best and _is_synchronous(o.candidate))
+    return next((o for o in rivals if o.candidate.workers == best.candidate.workers), None)
+
+
+def _is_synchronous(candidate: Candidate) -> bool:
+    algorithm = candidate.make()
+    together = isinstance(algorithm, RoundsAlgorithm) and algorithm.steps_together
+    return bool(together and together(candidate.workers))
 
 
 def _times(ratio: float) -> str:

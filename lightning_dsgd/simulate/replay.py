@@ -12,14 +12,17 @@ from statistics import fmean, median
 
 import numpy as np
 
-from lightning_dsgd.distributions import ComputeTime, Empirical, PerRank
+from lightning_dsgd.control.trace import Trace, TraceError
 from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.protocol import Applied, Contribution, Decision, Dropped, Round
+from lightning_dsgd.simulate.algorithms import make_rounds
 from lightning_dsgd.simulate.cluster import Cluster, Link, Network
+from lightning_dsgd.simulate.distributions import ComputeTime, Empirical, PerRank
 from lightning_dsgd.simulate.learning import Vector
 from lightning_dsgd.simulate.result import Result
-from lightning_dsgd.simulate.strategies import behaviour, run_policy
-from lightning_dsgd.trace import Trace, TraceError, make_policy
+from lightning_dsgd.simulate.runs import run
+from lightning_dsgd.workers.algorithm import RoundsAlgorithm
+from lightning_dsgd.workers.messages import Applied, Contribution, Decision, Round
+from lightning_dsgd.workers.policy import RoundsPolicy
 
 _QUANTILES = 1000
 _ENOUGH = 10
@@ -45,7 +48,7 @@ class Difference:
 
 def replay(trace: Trace) -> Difference | None:
     """Feed the recorded events to a fresh policy; None if it decides the same again."""
-    policy = make_policy(trace.header)
+    _, policy = recorded_halves(trace)
     replayed: list[Decision] = []
     for now, event in trace.events:
         replayed.extend(policy.handle(event, now))
@@ -183,14 +186,6 @@ def recorded_cluster(trace: Trace) -> Cluster:
     )
 
 
-def cancels(trace: Trace) -> bool:
-    """Whether late work was abandoned: as the trace says, else by the absence of late arrivals."""
-    said = trace.header.options.get("cancel_late")
-    if said is not None:
-        return bool(said)
-    return not any(isinstance(decision, Dropped) for _, decision in trace.decisions)
-
-
 class RecordedLoss:
     """A learner that learns what was learned: each update's loss is the recorded one."""
 
@@ -199,11 +194,6 @@ class RecordedLoss:
         if not self._losses:
             raise TraceError("the trace holds no losses, and its policy decides by them")
         self._update = 0
-
-    @staticmethod
-    def is_in(trace: Trace) -> bool:
-        """Whether the recorded policy heeds the loss, so that a simulation must tell it."""
-        return "interval" in trace.header.arguments
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -223,48 +213,33 @@ class RecordedLoss:
 
 
 def predict(
-    trace: Trace,
-    *,
-    updates: int = 2000,
-    seed: int = 0,
-    cancel_late: bool | None = None,
-    cluster: Cluster | None = None,
+    trace: Trace, *, updates: int = 2000, seed: int = 0, cluster: Cluster | None = None
 ) -> Result:
     """Simulate the recorded strategy on the recorded cluster, or another.
 
     See `.seconds_per_update` of what it returns. A policy that heeds the loss is told the recorded
     one, for as many updates as were recorded at most.
     """
-    strategy = trace.header.strategy
-    kind = _kind(trace)
-    cancel = cancels(trace) if cancel_late is None else cancel_late
-    delay = trace.header.options.get("delay")
-    how = behaviour(kind, cancel_late=cancel, delay=delay if isinstance(delay, int) else None)
-    policy = make_policy(trace.header)
-    learner = RecordedLoss(trace) if RecordedLoss.is_in(trace) else None
-    result = run_policy(
-        policy,
+    algorithm, policy = recorded_halves(trace)
+    learner = RecordedLoss(trace) if policy.heeds_loss else None
+    return run(
+        algorithm,
         recorded_cluster(trace) if cluster is None else cluster,
-        how,
         updates if learner is None else min(updates, len(learner)),
+        policy=policy,
         seed=seed,
         learner=learner,
     )
-    result.strategy = strategy
-    result.k = getattr(policy, "k", None)
-    return result
 
 
-def _kind(trace: Trace) -> str:
-    """Which of the simulator's behaviours the recorded workers showed."""
+def recorded_halves(trace: Trace) -> tuple[RoundsAlgorithm, RoundsPolicy]:
+    """The algorithm that was recorded, and its policy as it was when the run began."""
     header = trace.header
-    if header.strategy == "cyclic_delay":
-        return header.strategy
-    if "k" not in header.arguments:
-        raise ConfigurationError(f"no simulation of the strategy {header.strategy!r}")
-    stale = header.arguments.get("max_staleness", 0) != 0
-    counted = "batch_" if header.arguments.get("counted") == "batches" else ""
-    return f"k_{counted}{'async' if stale else 'sync'}"
+    try:
+        algorithm = make_rounds(header.strategy, header.workers, header.arguments)
+    except (ConfigurationError, TypeError) as error:
+        raise TraceError(f"the trace's strategy cannot be made again: {error}") from None
+    return algorithm, algorithm.restored_policy(header.workers, header.start, header.state)
 
 
 def _contributions(trace: Trace) -> list[Contribution]:

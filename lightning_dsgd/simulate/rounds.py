@@ -1,27 +1,49 @@
-"""The rounds exchange in simulated time, around the very policy that decides in training.
+"""The rounds exchange in simulated time, around the two halves that decide in training.
 
-A worker here does what the training thread does:
+Each worker is the very machine that steers a training thread; what takes time is done here:
 
-- At a mini-batch boundary it first takes every update that is there or under way; then it begins.
 - A finished gradient is announced; the coordinator hears of it one control-plane latency later and
   feeds it to the policy; a decision is with the workers another latency later.
 - A decided round's exchange begins when the one before it is over.
+- A worker that is to take updates takes all that have arrived, at the cost of `overhead` each.
 
-What differs between algorithms is `Behaviour`: when a worker may begin its next gradient.
+A machine that computes, and would not stop for it, hears of others' rounds when it has finished:
+that changes nothing for it, and makes thousands of workers cheap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from lightning_dsgd.errors import RunError
-from lightning_dsgd.policy import RoundsPolicy
-from lightning_dsgd.protocol import (
-    Applied,
+from lightning_dsgd.simulate.clock import Clock
+from lightning_dsgd.simulate.cluster import Cluster, Draws
+from lightning_dsgd.simulate.learning import Learner, Vector
+from lightning_dsgd.simulate.result import Result
+from lightning_dsgd.workers.algorithm import RoundsAlgorithm
+from lightning_dsgd.workers.machine import (
+    REPLAYING,
+    Action,
+    Cancel,
+    Compute,
+    Decided,
+    Finished,
+    GaveUp,
+    Input,
+    Publish,
+    Replay,
+    Tell,
+    Took,
+    Wait,
+    WorkerMachine,
+)
+from lightning_dsgd.workers.messages import (
+    Again,
     Contribution,
     Decision,
     Dropped,
@@ -33,104 +55,86 @@ from lightning_dsgd.protocol import (
     Segment,
     Tick,
 )
-from lightning_dsgd.simulate.clock import Clock
-from lightning_dsgd.simulate.cluster import Cluster, Draws
-from lightning_dsgd.simulate.learning import Learner, Vector
-from lightning_dsgd.simulate.result import Result
+from lightning_dsgd.workers.policy import RoundsPolicy
 
 Progress = Callable[[int], None]
 FOREVER = 2**62
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """When a worker that has announced a gradient begins the next.
-
-    `waits`: "version" until it has an update newer than that gradient; "taken" until the gradient
-    is used or dropped; "never" at once. `cancels`: a gradient at an old version is abandoned as
-    soon as the next update is decided. `turns`: gradients are accumulated until the token comes,
-    `delay` of them exactly, or as many as there is time for.
-    """
-
-    waits: Literal["version", "taken", "never"]
-    cancels: bool = False
-    turns: bool = False
-    delay: int | None = None
-
-
-@dataclass
+@dataclass(slots=True)
 class Worker:
     """One simulated training thread."""
 
-    rank: int
-    version: int
+    machine: WorkerMachine
     parameters: Vector | None = None
+    began: float = 0.0
     attempt: int = 0
     """Counts begun gradients, so that an abandoned one is known when its time comes."""
-    computing: bool = False
-    seq: int = 0
-    outstanding: int = 0
-    given: int = -1
-    """Version of the last gradient it announced."""
-    told: int = 0
-    """The newest version of this replica that the policy knows of."""
-    batches: int = 0
-    oldest: int = 0
-    spent: tuple[float, ...] = ()
-    passed: bool = False
-    loss: float | None = None
     gradients: list[Vector] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.machine.rank
 
 
 class Recorder:
-    """Keeps what went into the policy and what came out, as a trace would."""
+    """Keeps what went into the policy and what came out, as a trace would; and each machine's."""
 
     def __init__(self) -> None:
         self.events: list[tuple[float, Event]] = []
         self.decisions: list[tuple[float, Decision]] = []
+        self.inputs: list[tuple[int, Input]] = []
+        self.actions: list[tuple[int, Action]] = []
 
 
 class RoundsSimulation:
-    """One run of one policy on one cluster."""
+    """One run of one algorithm on one cluster."""
 
     def __init__(
         self,
+        algorithm: RoundsAlgorithm,
         policy: RoundsPolicy,
         cluster: Cluster,
-        behaviour: Behaviour,
+        result: Result,
         *,
         seed: int = 0,
         learner: Learner | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        workers = cluster.workers
         self.policy = policy
         self.cluster = cluster
-        self.behaviour = behaviour
         self.clock = Clock()
-        self.result = Result("", cluster.workers)
+        self.result = result
+        self._cancels = algorithm.make_rule(workers).cancels
         self._learner = learner
         self._recorder = recorder
-        self._draws = Draws(cluster.times, cluster.workers, np.random.default_rng(seed))
-        self._workers = [Worker(rank, policy.version) for rank in range(cluster.workers)]
+        self._draws = Draws(cluster.times, workers, np.random.default_rng(seed))
+        self._workers = [
+            Worker(algorithm.make_machine(rank, workers, policy)) for rank in range(workers)
+        ]
         self._idle: dict[int, None] = {}
+        """Whose machine waits, or waits to take an update that is under way."""
         self._decided = self._newest = policy.version
+        self._token = policy.token
         self._parts: dict[tuple[int, int], list[Vector]] = {}
         self._network_free = 0.0
         self._last_exchange = 0.0
-        self._held = False
-        self._token: int | None = getattr(policy, "token", None)
         self._ticks = type(policy).deadline is not RoundsPolicy.deadline
         self._tick_at: float | None = None
+        self._soon: deque[tuple[Callable[..., None], tuple[object, ...]]] = deque()
 
     def run(self, updates: int, progress: Progress | None = None) -> Result:
         """Simulate until so many updates are there."""
         self._feed(Segment(FOREVER))
         for worker in self._workers:
-            self._begin(worker)
+            self._tell(worker, Segment(FOREVER))
+        self._finish_instant()
         shown = 0
         while self.result.updates < updates:
             if not self.clock.step():
                 raise RunError(f"the simulated run stands still: waits for {self.policy.missing()}")
+            self._finish_instant()
             if progress is not None and self.result.updates != shown:
                 shown = self.result.updates
                 progress(shown)
@@ -139,42 +143,18 @@ class RoundsSimulation:
 
     # ------------------------------------------------------------------- training threads
 
-    def _boundary(self, worker: Worker) -> None:
-        """Take what there is to take, then begin, wait for an update, or wait for the turn."""
-        behind = self._newest - worker.version
-        if behind:
-            self._later(self.cluster.overhead * behind, self._replayed, worker, self._newest)
-        elif self._decided > self._newest:
-            self._idle[worker.rank] = None
-        elif not self._may_begin(worker):
-            self._wait(worker)
-        else:
-            self._begin(worker)
+    def _tell(self, worker: Worker, event: Input) -> None:
+        actions = worker.machine.handle(event)
+        if self._recorder is not None:
+            self._recorder.inputs.append((worker.rank, event))
+            self._recorder.actions.extend((worker.rank, action) for action in actions)
+        for action in actions:
+            _CARRY_OUT[type(action)](self, worker, action)
 
-    def _wait(self, worker: Worker) -> None:
-        """Nothing more to compute: what is due goes out, then an update or the turn must come."""
-        self._idle[worker.rank] = None
-        if self.behaviour.turns and worker.batches and self._should_publish(worker):
-            self._publish(worker)
-            self._wake(worker)
-
-    def _replayed(self, worker: Worker, version: int) -> None:
-        worker.version = version
-        if self._held or version - worker.told >= 8:
-            self._tell(worker)
-        self._boundary(worker)
-
-    def _may_begin(self, worker: Worker) -> bool:
-        behaviour = self.behaviour
-        if behaviour.turns:
-            return behaviour.delay is None or worker.batches < behaviour.delay
-        if behaviour.waits == "version":
-            return worker.version > worker.given
-        return behaviour.waits == "never" or not worker.outstanding
-
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker: Worker, action: Compute) -> None:
+        self._idle.pop(worker.rank, None)
         worker.attempt += 1
-        worker.computing = True
+        worker.began = self.clock.now
         if self._learner is not None:
             worker.parameters = self._learner.parameters
         seconds = self._draws.next(worker.rank)
@@ -183,49 +163,54 @@ class RoundsSimulation:
     def _computed(self, worker: Worker, attempt: int, seconds: float) -> None:
         if attempt != worker.attempt:
             return  # it was cancelled
-        worker.computing = False
         self.result.computed += 1
-        if not worker.batches:
-            worker.oldest = worker.version
-            worker.spent = ()
-        worker.batches += 1
-        worker.spent += (seconds,)
+        loss = None
         if self._learner is not None:
-            worker.loss, gradient = self._learner.gradient(worker.rank, worker.parameters)
+            loss, gradient = self._learner.gradient(worker.rank, worker.parameters)
             worker.gradients.append(gradient)
-        if self._should_publish(worker):
-            self._publish(worker)
-        self._boundary(worker)
+        self._catch_up(worker)
+        self._tell(worker, Finished(seconds, loss))
 
-    def _should_publish(self, worker: Worker) -> bool:
-        """Whether what has been accumulated goes out now; always, where there are no turns."""
-        behaviour = self.behaviour
-        if not behaviour.turns:
-            return True
-        enough = behaviour.delay is None or worker.batches >= behaviour.delay
-        turn = self._token == worker.rank or worker.passed
-        return enough and turn and not worker.outstanding
+    def _catch_up(self, worker: Worker) -> None:
+        """What it has not been told yet, because it made no difference."""
+        if worker.machine.decided < self._decided:
+            self._tell(worker, Decided(self._decided, (), self._token))
 
-    def _publish(self, worker: Worker) -> None:
-        worker.seq += 1
-        worker.outstanding += 1
-        worker.given = worker.oldest
-        worker.passed = False
-        event = Contribution(
-            worker.rank,
-            worker.seq,
-            worker.oldest,
-            worker.batches,
-            worker.loss,
-            worker.spent,
-            self._last_exchange,
-        )
+    def _cancel(self, worker: Worker, action: Action) -> None:
+        worker.attempt += 1
+        worker.gradients.clear()
+        self.result.cancelled += 1
+        self._tell(worker, GaveUp(self.clock.now - worker.began))
+
+    def _replay(self, worker: Worker, action: Replay) -> None:
+        """Take what has arrived; what is under way comes by itself."""
+        self._idle[worker.rank] = None
+        behind = self._newest - worker.machine.version
+        if behind:
+            del self._idle[worker.rank]
+            self._later(self.cluster.overhead * behind, self._took, worker, self._newest)
+
+    def _took(self, worker: Worker, version: int) -> None:
+        self._catch_up(worker)
+        self._tell(worker, Took(version))
+
+    def _wait(self, worker: Worker, action: Action) -> None:
+        self._idle[worker.rank] = None
+
+    def _publish(self, worker: Worker, action: Publish) -> None:
+        event = action.contribution
         if self._learner is not None:
-            self._parts[worker.rank, worker.seq] = worker.gradients
+            self._parts[worker.rank, event.seq] = worker.gradients
             worker.gradients = []
-        worker.batches = 0
-        worker.told = max(worker.told, worker.oldest)
-        self._later(self.cluster.control, self._feed, event)
+        self._later(self.cluster.control, self._announce, event, self._last_exchange)
+
+    def _announce(self, event: Contribution, exchange: float) -> None:
+        rank, seq, version = event.worker, event.seq, event.version
+        rest = (event.batches, event.loss, event.seconds, exchange, event.finite)
+        self._feed(Contribution(rank, seq, version, *rest))
+
+    def _say(self, worker: Worker, action: Tell) -> None:
+        self._later(self.cluster.control, self._feed, action.applied)
 
     # ------------------------------------------------------------------------ coordinator
 
@@ -253,76 +238,58 @@ class RoundsSimulation:
 
     def _decide(self, decision: Decision) -> None:
         if isinstance(decision, Round):
-            self._held = False
             self._later(self.cluster.control, self._round_known, decision)
         elif isinstance(decision, Dropped):
             self.result.dropped += 1
             self._later(self.cluster.control, self._drop_known, decision)
+        elif isinstance(decision, Again):
+            worker = self._workers[decision.worker]
+            self._later(self.cluster.control, self._tell, worker, decision)
         elif isinstance(decision, Held):
-            self._hold()
+            self.result.held += 1
         elif isinstance(decision, Passed):
             self._later(self.cluster.control, self._pass_known, decision)
         elif isinstance(decision, KChanged):
             self.result.k = decision.k
 
-    def _hold(self) -> None:
-        """Tell the policy how far replicas really are; what then still waits is truly held."""
-        self._held = True
-        for worker in self._workers:
-            if self._held and worker.version > worker.told:
-                self._tell(worker)
-        self.result.held += self._held
-
-    def _tell(self, worker: Worker) -> None:
-        worker.told = worker.version
-        self._feed(Applied(worker.rank, worker.version))
-
     # ---------------------------------------------------------------- what workers hear of
 
     def _round_known(self, decision: Round) -> None:
-        self._decided = decision.number
-        for rank in decision.workers:
-            self._workers[rank].outstanding -= 1
+        self._decided, self._token = decision.number, decision.token
         kind = "all_reduce" if len(set(decision.workers)) > 1 else "broadcast"
         seconds = self.cluster.exchange(kind) if self.cluster.workers > 1 else 0.0
         self._network_free = max(self.clock.now, self._network_free) + seconds
         self.clock.at(self._network_free, self._arrive, decision, seconds)
-        if self.behaviour.cancels:
-            self._cancel_late()
-        if decision.token is not None:
-            self._move_token(decision.token)
+        own = _by_worker(decision)
+        for worker in self._listeners(own):
+            seqs = own.get(worker.rank, ())
+            self._tell(worker, Decided(decision.number, seqs, decision.token))
 
-    def _cancel_late(self) -> None:
-        for worker in self._workers:
-            if worker.computing:
-                worker.attempt += 1
-                worker.computing = False
-                self.result.cancelled += 1
-                self._boundary(worker)
+    def _listeners(self, own: Mapping[int, object]) -> list[Worker]:
+        """For whom a round makes a difference now: its own, and who waits or would stop."""
+        if self._cancels:
+            return self._workers
+        ranks = [*own, *(rank for rank in self._idle if rank not in own)]
+        return [self._workers[rank] for rank in ranks]
 
     def _drop_known(self, decision: Dropped) -> None:
-        worker = self._workers[decision.worker]
-        worker.outstanding -= 1
         self._parts.pop((decision.worker, decision.seq), None)
-        self._wake(worker)
+        self._tell(self._workers[decision.worker], decision)
 
     def _pass_known(self, decision: Passed) -> None:
-        self._workers[decision.worker].passed = True
-        self._move_token(decision.token)
-
-    def _move_token(self, token: int) -> None:
-        """A worker that has computed all it may has waited for this."""
-        self._token = token
-        self._wake(self._workers[token])
+        self._token = decision.token
+        for worker in self._workers:
+            self._tell(worker, decision)
 
     def _arrive(self, decision: Round, seconds: float) -> None:
         """The exchange is over: the update is there for every replica to take."""
         self._newest = decision.number
         self._last_exchange = seconds
         self._note(decision)
-        waiting, self._idle = self._idle, {}
-        for rank in waiting:
-            self._boundary(self._workers[rank])
+        for rank in list(self._idle):
+            worker = self._workers[rank]
+            if worker.machine.state is REPLAYING:
+                self._replay(worker, Replay(decision.number))
 
     def _note(self, decision: Round) -> None:
         result = self.result
@@ -337,14 +304,32 @@ class RoundsSimulation:
             self._learner.update([self._parts.pop(key) for key in keys], ages)
             result.losses.append((self.clock.now, self._learner.error()))
 
-    def _wake(self, worker: Worker) -> None:
-        if worker.rank in self._idle:
-            del self._idle[worker.rank]
-            self._boundary(worker)
-
     def _later(self, delay: float, action: Callable[..., None], *arguments: object) -> None:
-        """At once where there is no delay: the heap is for things that take time."""
+        """Without a delay, right after the present event: the heap is for what takes time."""
         if delay > 0.0:
             self.clock.at(self.clock.now + delay, action, *arguments)
         else:
+            self._soon.append((action, arguments))
+
+    def _finish_instant(self) -> None:
+        while self._soon:
+            action, arguments = self._soon.popleft()
             action(*arguments)
+
+
+_CARRY_OUT: dict[type[Action], Callable[[RoundsSimulation, Worker, Any], None]] = {
+    Compute: RoundsSimulation._begin,
+    Publish: RoundsSimulation._publish,
+    Cancel: RoundsSimulation._cancel,
+    Replay: RoundsSimulation._replay,
+    Tell: RoundsSimulation._say,
+    Wait: RoundsSimulation._wait,
+}
+
+
+def _by_worker(decision: Round) -> dict[int, tuple[int, ...]]:
+    """Each contributor's own part in a round."""
+    own: dict[int, tuple[int, ...]] = {}
+    for rank, seq in zip(decision.workers, decision.seqs, strict=True):
+        own[rank] = (*own.get(rank, ()), seq)
+    return own

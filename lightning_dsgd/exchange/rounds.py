@@ -1,0 +1,138 @@
+"""The thread `dsgd-rounds`: it receives decisions and carries out each round in order.
+
+With this rank's contributions, or with zeros where the round has none of them. It never waits for
+the training thread; the two meet at the `Desk`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.backends import Channel
+from lightning_dsgd.control.link import Control
+from lightning_dsgd.errors import RoundTimeoutError, RunError
+from lightning_dsgd.exchange.desk import Desk, Update
+from lightning_dsgd.exchange.gradients import Flat
+from lightning_dsgd.workers.messages import (
+    Again,
+    Closed,
+    Dropped,
+    Message,
+    Passed,
+    Round,
+    decode_downward,
+)
+
+_NAP_MS = 200
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class RoundsThread:
+    """Carries decided rounds out; starts with its construction."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        control: Control,
+        desk: Desk,
+        *,
+        scale: Callable[[int], float] | None = None,
+        divide: bool = True,
+    ) -> None:
+        self.rank = channel.rank
+        self._channel = channel
+        self._control = control
+        self._alarm = channel.alarm
+        self._desk = desk
+        self._scale = scale
+        self._divide = divide
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="dsgd-rounds", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------- training thread
+
+    def settle(self, timeout: float) -> None:
+        """Wait until every round that has been decided is executed and no more can follow."""
+        self._thread.join(timeout)
+        self._alarm.check()
+        if self._thread.is_alive():
+            raise RoundTimeoutError(
+                f"rank {self.rank}: the last round did not end within {timeout:g} s"
+            )
+
+    def close(self) -> None:
+        """End the thread; no round may be under way any more, or the alarm must have rung."""
+        self._closing = True
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._channel.close()
+
+    # ----------------------------------------------------------------- dsgd-rounds
+
+    def _run(self) -> None:
+        try:
+            while not self._closing and self._alarm.error is None:
+                if self._control.rounds.poll(_NAP_MS):
+                    decision = decode_downward(self._control.rounds.recv())
+                    if isinstance(decision, Closed):
+                        return
+                    self._decision(decision)
+        except RunError as error:
+            self._alarm.ring(error)
+        except Exception as error:
+            self._alarm.ring(RunError(f"rank {self.rank}: {type(error).__name__}: {error}"))
+
+    def _decision(self, decision: Message) -> None:
+        if isinstance(decision, Round):
+            self._execute(decision)
+        elif isinstance(decision, Dropped):
+            self._desk.dropped(decision)
+        elif isinstance(decision, (Passed, Again)):
+            self._desk.heard(decision)
+
+    def _execute(self, decision: Round) -> None:
+        mine = self._desk.decided(decision)
+        began = time.monotonic()
+        count = sum(decision.batches) if self._divide else 1
+        gradient = self._combine(mine, count)
+        for buffer in gradient:
+            if len(decision.workers) == 1:
+                self._channel.broadcast_(buffer, decision.workers[0])
+            else:
+                self._channel.sum_(buffer)
+            if self._divide and not _is_narrow(buffer):
+                buffer.div_(count)
+        self._desk.executed(Update(decision, gradient), time.monotonic() - began)
+
+    def _combine(self, mine: list[tuple[Flat, int]], count: int) -> Flat:
+        """The one buffer this rank sends, whatever number of mini-batches is in it.
+
+        Narrow ones are divided by `count` already: their sum may be too large for their type.
+        """
+        pool = self._desk.pool
+        if not mine:
+            return pool.zeroed()
+        for flat, age in mine:
+            factor = 1.0 if self._scale is None else self._scale(age)
+            for buffer in flat:
+                if factor != 1.0:
+                    buffer.mul_(factor)
+                if count != 1 and _is_narrow(buffer):
+                    buffer.div_(count)
+        (total, _), *others = mine
+        for flat, _ in others:
+            for target, source in zip(total, flat, strict=True):
+                target.add_(source)
+            pool.give_back(flat)
+        return total
+
+
+def _is_narrow(buffer: Tensor) -> bool:
+    """A sum of several such gradients may not fit where their mean does."""
+    return buffer.dtype in _NARROW
