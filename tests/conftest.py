@@ -59,9 +59,3 @@ def launched(request: pytest.FixtureRequest, launch_all: Callable[[str], Path]) 
     """The directory with the outcome of one repetition of all scenarios."""
     launcher, number = request.param
     return launch_all(launcher) / str(number)
-
-
-@pytest.fixture
-def trained(launched: Path) -> Path:
-    """The outcome of the rounds strategies' scenarios."""
-    return launched / "training"

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def launch(
     *,
     ranks: int = 4,
     timeout: float = 300.0,
+    cwd: Path = ROOT,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run scenarios as `tests.ranks.run` names them; what hangs is killed and fails."""
@@ -43,7 +45,7 @@ def launch(
     program = ["-m", "tests.ranks.run", str(out), *names]
     process = subprocess.Popen(
         [*command(launcher, ranks), *program],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(**extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -66,10 +68,15 @@ def label(kind: str | list[str]) -> str:
 
 
 def read(out: Path, name: str, ranks: int = 4) -> list[dict[str, Any]]:
-    """Every rank's outcome of one scenario, errors included."""
-    files = [out / f"{name}.{rank}.pickle" for rank in range(ranks)]
+    """Every rank's outcome of one scenario, errors included.
+
+    `name` is MODULE.NAME, or NAME alone where `out` is the module's folder.
+    """
+    module, _, scenario = name.rpartition(".")
+    folder = out / module
+    files = [folder / f"{scenario}.{rank}.pickle" for rank in range(ranks)]
     missing = [file.name for file in files if not file.exists()]
-    log = next((p / "output.txt" for p in out.parents if (p / "output.txt").exists()), None)
+    log = next((p / "output.txt" for p in folder.parents if (p / "output.txt").exists()), None)
     tail = log.read_text()[-6000:] if log else ""
     assert not missing, f"no outcome {missing}\n{tail}"
     return [pickle.loads(file.read_bytes()) for file in files]
@@ -81,3 +88,19 @@ def results(out: Path, name: str, ranks: int = 4) -> list[Any]:
     for number, outcome in enumerate(outcomes):
         assert "result" in outcome, f"rank {number} of {name}:\n{outcome.get('traceback')}"
     return [outcome["result"] for outcome in outcomes]
+
+
+def alive(pid: int) -> bool:
+    """Is there such a process, and not only its name?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def all_gone(pids: list[int], seconds: float = 20.0) -> bool:
+    """Have all of these ended, or do so soon?"""
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(alive(pid) for pid in pids)

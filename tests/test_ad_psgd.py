@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.alarm import Alarm
 from lightning_dsgd.backends import on_torch
-from lightning_dsgd.control import Control
-from lightning_dsgd.coordinator import Coordinator
-from lightning_dsgd.gossip import GossipExchange, SharedModel
-from lightning_dsgd.protocol import (
+from lightning_dsgd.control.alarm import Alarm
+from lightning_dsgd.control.coordinator import Coordinator
+from lightning_dsgd.control.link import Control
+from lightning_dsgd.exchange.gossip import GossipExchange, SharedModel
+from lightning_dsgd.workers.messages import (
     Closed,
     Computed,
     Decision,
@@ -33,7 +34,7 @@ from lightning_dsgd.protocol import (
     Pair,
     Segment,
 )
-from lightning_dsgd.topology import Topology, is_active, make_topology
+from lightning_dsgd.workers.topology import Topology, is_active, make_topology
 from lightning_dsgd_plugins.ad_psgd import GossipPolicy
 from tests.launching import LAUNCHERS, launch, results
 
@@ -167,7 +168,10 @@ class Ranks:
         self.policy = Recording(graph, seed)
         self.alarm = Alarm()
         self.made = 0
-        self.coordinator = Coordinator(self.policy, self.size, "127.0.0.1", timeout=60.0)
+        self.keys = [zmq.curve_keypair() for _ in range(self.size)]
+        public = [key for key, _ in self.keys]
+        self.coordinator = Coordinator(public, "127.0.0.1", timeout=60.0)
+        self.coordinator.begin(self.policy)
         self.coordinator.start()
         self.exchanges: list[Any] = [None] * self.size
         self.controls: list[Any] = [None] * self.size
@@ -177,7 +181,9 @@ class Ranks:
         backend = on_torch.TorchBackend(
             rank, self.size, "", 0, torch.device("cpu"), self.alarm, 60.0, self.graph.edges
         )
-        control = self.controls[rank] = Control(self.coordinator.ticket, rank, self.alarm)
+        control = self.controls[rank] = Control(
+            self.coordinator.ticket, rank, self.alarm, self.keys[rank]
+        )
         self.exchanges[rank] = GossipExchange(
             rank,
             backend.pairs(),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dsgd import cli
+from lightning_dsgd import cli, registry
 from lightning_dsgd.cli import algorithms, doctor
-from lightning_dsgd.cli.install_horovod import Probe
+from lightning_dsgd.cli.horovod.probe import Probe
 from lightning_dsgd.errors import ConfigurationError, RunError
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def test_help_lists_every_command_and_imports_none(
 
 
 def entry(value: str) -> EntryPoint:
-    return EntryPoint("some_algorithm", value, algorithms.GROUP)
+    return EntryPoint("some_algorithm", value, registry.GROUP)
 
 
 class Plugin:
@@ -100,13 +100,13 @@ def test_a_broken_plugin_is_one_line_among_the_others() -> None:
 def test_algorithms_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(algorithms, "entry_points", lambda group: [entry(f"{__name__}:Plugin")])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry(f"{__name__}:Plugin")])
     assert cli.main(["algorithms", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["paper"] == Plugin.paper
 
 
 def test_no_usable_algorithm_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithms, "entry_points", lambda group: [entry("no_such_package:X")])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry("no_such_package:X")])
     assert cli.main(["algorithms"]) == 1
 
 

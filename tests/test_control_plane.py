@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import socket
+import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
-from lightning_dsgd.alarm import Alarm
-from lightning_dsgd.control import Control, Wait, dial
-from lightning_dsgd.coordinator import Coordinator
+from lightning_dsgd.control.alarm import Alarm
+from lightning_dsgd.control.coordinator import Coordinator
+from lightning_dsgd.control.link import Control, Wait, dial
 from lightning_dsgd.errors import PeerFailedError, PeerLostError, RoundTimeoutError
-from lightning_dsgd.protocol import Contribution, Overdue, Segment, decode_downward, encode
+from lightning_dsgd.workers.messages import Contribution, Overdue, Segment, decode_downward, encode
 from lightning_dsgd_plugins.k_family import FirstKPolicy
-from tests.launching import results
+from tests.launching import ROOT, environment, results
 
 SCENARIOS = ["idle.idle"]
 
@@ -34,16 +41,19 @@ class Job:
     """A coordinator and its ranks' controls in one process."""
 
     def __init__(self, timeout: float = 60.0, ranks: int = 2) -> None:
-        self.coordinator = Coordinator(
-            FirstKPolicy(ranks, ranks), ranks, "127.0.0.1", timeout=timeout, warn=lambda text: None
-        )
+        self.keys = [zmq.curve_keypair() for _ in range(ranks)]
+        public = [key for key, _ in self.keys]
+        self.coordinator = Coordinator(public, "127.0.0.1", timeout=timeout, warn=lambda text: None)
         self.coordinator.start()
         self.alarms = [Alarm() for _ in range(ranks)]
         self.controls = [
-            Control(self.coordinator.ticket, rank, alarm) for rank, alarm in enumerate(self.alarms)
+            Control(self.coordinator.ticket, rank, alarm, self.keys[rank])
+            for rank, alarm in enumerate(self.alarms)
         ]
         for control in self.controls:
             control.await_welcome()
+        self.policy = FirstKPolicy(ranks, ranks)
+        self.coordinator.begin(self.policy)
 
     def round(self, number: int) -> None:
         self.controls[0].announce(Segment(number))
@@ -59,6 +69,13 @@ class Job:
         for control in self.controls:
             control.close()
         self.coordinator.stop()
+
+
+def cut(job: Job, rank: int, role: str) -> None:
+    """One connection is lost on the way."""
+    ends = {whose: end for end, whose in job.coordinator._connections.items()}
+    with socket.socket(fileno=os.dup(ends[rank, role])) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
@@ -91,6 +108,117 @@ def test_a_client_without_the_key_gets_nowhere(job: Job) -> None:
     job.round(1)
 
 
+def test_a_rank_with_a_key_that_nobody_knows_gets_nowhere(job: Job) -> None:
+    """The server's key alone, which every rank has seen, opens nothing."""
+    keys = zmq.curve_keypair()
+    stranger = dial(job.controls[0]._context, job.coordinator.ticket, 0, "other", keys)
+    stranger.connect(job.coordinator.ticket.endpoint)
+    stranger.send(encode(Contribution(0, 1, 0)))
+    assert until(lambda: job.coordinator.tally.foreign >= 1)
+    stranger.close(linger=0)
+    job.round(1)
+
+
+def test_nobody_speaks_with_another_ranks_key(job: Job) -> None:
+    stranger = dial(job.controls[0]._context, job.coordinator.ticket, 1, "spare", job.keys[0])
+    stranger.identity = b"1/main"
+    cut(job, 1, "main")
+    assert until(lambda: job.alarms[0].error is not None)  # that name is free again
+    stranger.connect(job.coordinator.ticket.endpoint)
+    stranger.send(encode(Contribution(1, 1, 0)))
+    heard = until(lambda: job.coordinator.tally.foreign >= 1)
+    stranger.close(linger=0)
+    assert heard
+
+
+def test_a_long_message_of_a_stranger_is_not_taken(job: Job) -> None:
+    stranger = dial(job.controls[0]._context, job.coordinator.ticket, 0, "spare", job.keys[0])
+    stranger.connect(job.coordinator.ticket.endpoint)
+    stranger.send(bytes(8 << 20))
+    assert until(lambda: job.coordinator.tally.foreign >= 1)
+    stranger.close(linger=0)
+    job.round(1)
+
+
+@pytest.mark.parametrize("role", ["main", "rounds", "life"])
+def test_a_rank_is_lost_with_any_of_its_connections(role: str) -> None:
+    with contextlib.closing(Job(ranks=3)) as job:
+        cut(job, 2, role)
+        assert until(lambda: job.alarms[0].error is not None)
+        assert "rank 2 is lost" in str(job.alarms[0].error)
+
+
+def test_a_thousand_decisions_wait_for_a_rank_that_does_not_listen(job: Job) -> None:
+    """None may be dropped on the way, however many are queued."""
+    for number in range(1, 3001):
+        job.controls[0].announce(Segment(number))
+        for rank, control in enumerate(job.controls):
+            control.announce(Contribution(rank, number, number - 1))
+        assert job.controls[0].rounds.poll(20_000)
+        job.controls[0].rounds.recv()
+    heard = [decode_downward(job.controls[1].rounds.recv()).number for _ in range(3000)]
+    assert heard == list(range(1, 3001))
+
+
+def test_the_regular_end_of_rank_0_is_no_loss() -> None:
+    job = Job()
+    job.controls[0].leave()
+    job.controls[0].close()
+    job.coordinator.stop()
+    until(lambda: job.alarms[1].error is not None, 1.0)
+    job.controls[1].leave()
+    job.controls[1].close()
+    assert job.alarms[1].error is None
+
+
+def test_connections_that_nobody_has_closed_do_not_hold_up_the_garbage_collector() -> None:
+    program = """
+import gc
+from tests.test_control_plane import Job
+job = Job()
+job.coordinator.stop(failed=True)
+for control in job.controls:
+    control._thread.join(20)
+job.itself = job
+del control, job
+gc.collect()
+"""
+    line = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_a_second_training_is_decided_by_its_own_policy(job: Job) -> None:
+    job.round(1)
+    job.coordinator.end()
+    job.controls[0].announce(Contribution(0, 9, 0))  # a late word
+    job.policy = FirstKPolicy(2, 2)
+    tally = job.coordinator.begin(job.policy)
+    job.round(1)
+    assert tally.rounds == 1
+
+
+def test_a_forked_child_does_not_keep_its_parents_connections() -> None:
+    """A DataLoader's worker outlives a rank that is killed; the others notice all the same."""
+    with contextlib.closing(Job()) as job:
+        parent, child = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=_list_ports, args=(child,))
+        process.start()
+        inherited = parent.recv()
+        process.join(20)
+        assert port(job) not in inherited
+
+
+def _list_ports(pipe: Any) -> None:
+    ports = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as copy:
+            if copy.family == socket.AF_INET:
+                ports.append(copy.getsockname()[1])
+                ports.append(copy.getpeername()[1])
+    pipe.send(ports)
+
+
 def test_malformed_messages_and_impersonation_are_counted(job: Job) -> None:
     job.controls[0]._main.send(b"\xff\x00nonsense")
     job.controls[0]._main.send_multipart([b"two", b"frames"])
@@ -103,7 +231,7 @@ def test_malformed_messages_and_impersonation_are_counted(job: Job) -> None:
 
 @pytest.mark.parametrize("name", ["²/main", "7/main", "0/other", "main"])
 def test_names_of_nobody_are_counted(job: Job, name: str) -> None:
-    stranger = dial(job.controls[0]._context, job.coordinator.ticket, 0, "main")
+    stranger = dial(job.controls[0]._context, job.coordinator.ticket, 0, "main", job.keys[0])
     stranger.identity = name.encode()
     stranger.connect(job.coordinator.ticket.endpoint)
     stranger.send(encode(Contribution(0, 1, 0)))
@@ -131,22 +259,19 @@ def test_a_rank_that_vanishes_is_named_to_the_others(job: Job) -> None:
 
 
 def test_a_round_that_waits_too_long_names_who_is_missing() -> None:
-    job = Job(timeout=1.0)
-    try:
+    with contextlib.closing(Job(timeout=1.0)) as job:
         job.controls[0].announce(Segment(5))
         job.controls[0].announce(Contribution(0, 1, 0))
         wait = Wait(job.controls[0], 1)
         with pytest.raises(RoundTimeoutError, match=r"update 1 has waited 1 s .* for rank 1"):
             until(lambda: not wait.check())
-    finally:
-        job.close()
 
 
 def test_a_decision_that_came_meanwhile_is_no_reason_to_end(job: Job) -> None:
     job.controls[0].announce(Segment(5))
     for rank in range(2):
         job.controls[rank].announce(Contribution(rank, 1, 0))
-    assert until(lambda: job.coordinator.policy.version == 1)
+    assert until(lambda: job.policy.version == 1)
     job.controls[0].announce(Overdue(0, 1))
     assert not until(lambda: job.alarms[0].error is not None, 0.5)
 
@@ -160,7 +285,7 @@ def test_threads_are_named_and_gone_at_the_end() -> None:
 
 
 def test_waiting_costs_no_cpu(launched: Path) -> None:
-    """Three ranks wait two seconds for the fourth; none uses 5 % of a core meanwhile."""
-    for rank, (cpu, waited) in enumerate(results(launched / "idle", "idle")):
-        assert waited > 1.5 or rank == 3
-        assert rank == 3 or cpu / waited < 0.05, (rank, cpu, waited)
+    """Three ranks wait for the fourth, five times; usually none uses 5 % of a core meanwhile."""
+    for waits in results(launched / "idle", "idle")[:3]:
+        assert len(waits) == 5 and all(waited > 0.7 for _, waited in waits), waits
+        assert statistics.median(cpu / waited for cpu, waited in waits) < 0.05, waits

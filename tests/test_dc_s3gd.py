@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dsgd import ConfigurationError, DCS3GDStrategy
-from lightning_dsgd.gradients import FlatLayout
-from lightning_dsgd.points import Points
-from lightning_dsgd.warmup import WeightDecayWarmup
+from lightning_dsgd import ConfigurationError, DCS3GDStrategy, WeightDecayWarmup
+from lightning_dsgd.exchange.gradients import FlatLayout
+from lightning_dsgd.exchange.points import Points
 from lightning_dsgd_plugins.dc_s3gd import compensate
 from tests.launching import read, results
 from tests.ranks.toy import BATCH, LR, MOMENTUM, Toy, dataset, flat, trainer_for
@@ -305,7 +304,7 @@ def test_logs_distance_lambda_and_what_was_hidden(out: Path) -> None:
     assert results(out, "logged")[0]["rows"]
     with open(out / "logged" / "version_0" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [2, 4, 6]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5]
     for row in rows:
         assert float(row["dsgd/distance"]) > 0 and float(row["dsgd/lambda"]) > 0
         assert 0 <= float(row["dsgd/hidden"]) <= 1

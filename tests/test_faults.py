@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, command, environment
+from tests.launching import ROOT, alive, all_gone, command, environment
 from tests.ranks.faulty import MISTAKE, RANKS
 
 LAUNCHES = [
@@ -50,20 +49,6 @@ def run(launcher: str, cases: list[str], out: Path) -> int:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             raise
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def all_gone(pids: list[int], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not any(alive(pid) for pid in pids)
 
 
 def check(case: str, ranks: int, out: Path, log: str) -> list[int]:

@@ -14,7 +14,17 @@ import pytest
 
 from lightning_dsgd import cli
 from lightning_dsgd.cli import install_horovod as command
-from lightning_dsgd.cli.install_horovod import Probe
+from lightning_dsgd.cli.horovod import (
+    build,
+    cache,
+    failure,
+    flags,
+    install,
+    preflight,
+    probe,
+    progress,
+)
+from lightning_dsgd.cli.horovod.probe import Probe
 
 TORCH = {"version": "2.13.0", "abi": 1}
 NONE = Probe(None, "No module named 'horovod'")
@@ -32,39 +42,39 @@ def program(directory: Path, name: str, body: str) -> Path:
 
 
 def test_the_key_changes_with_all_a_wheel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = command.build_flags({})
+    chosen = flags.build_flags({})
     keys = {
-        command.cache_key(TORCH, flags),
-        command.cache_key({**TORCH, "version": "2.12.0"}, flags),
-        command.cache_key({**TORCH, "abi": 0}, flags),
-        command.cache_key(TORCH, {**flags, "HOROVOD_GPU_OPERATIONS": "NCCL"}),
+        cache.cache_key(TORCH, chosen),
+        cache.cache_key({**TORCH, "version": "2.12.0"}, chosen),
+        cache.cache_key({**TORCH, "abi": 0}, chosen),
+        cache.cache_key(TORCH, {**chosen, "HOROVOD_GPU_OPERATIONS": "NCCL"}),
     }
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(command, "_processor", lambda: "another processor")
-        keys.add(command.cache_key(TORCH, flags))
+        elsewhere.setattr(cache, "_processor", lambda: "another processor")
+        keys.add(cache.cache_key(TORCH, chosen))
     monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
-    keys.add(command.cache_key(TORCH, flags))
+    keys.add(cache.cache_key(TORCH, chosen))
     assert len(keys) == 6
 
 
 def test_the_key_ignores_the_order_of_flags() -> None:
-    flags = command.build_flags({})
-    reordered = dict(reversed(flags.items()))
-    assert command.cache_key(TORCH, flags) == command.cache_key(TORCH, reordered)
+    chosen = flags.build_flags({})
+    reordered = dict(reversed(chosen.items()))
+    assert cache.cache_key(TORCH, chosen) == cache.cache_key(TORCH, reordered)
 
 
 def test_settings_of_the_user_win_over_defaults() -> None:
-    flags = command.build_flags({"HOROVOD_WITH_MPI": "1", "HOROVOD_WITHOUT_GLOO": "1", "HOME": "/"})
-    assert flags["HOROVOD_WITH_MPI"] == flags["HOROVOD_WITHOUT_GLOO"] == "1"
-    assert not {"HOROVOD_WITHOUT_MPI", "HOROVOD_WITH_GLOO", "HOME"} & flags.keys()
+    chosen = flags.build_flags({"HOROVOD_WITH_MPI": "1", "HOROVOD_WITHOUT_GLOO": "1", "HOME": "/"})
+    assert chosen["HOROVOD_WITH_MPI"] == chosen["HOROVOD_WITHOUT_GLOO"] == "1"
+    assert not {"HOROVOD_WITHOUT_MPI", "HOROVOD_WITH_GLOO", "HOME"} & chosen.keys()
 
 
 def test_wheels_go_to_the_cache_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert command.wheel_root(None) == tmp_path / "lightning-dsgd" / "wheels"
-    assert command.wheel_root(tmp_path / "here") == tmp_path / "here"
+    assert cache.wheel_root(None) == tmp_path / "lightning-dsgd" / "wheels"
+    assert cache.wheel_root(tmp_path / "here") == tmp_path / "here"
 
 
 # --- the checks before --------------------------------------------------------------------------
@@ -73,8 +83,8 @@ def test_wheels_go_to_the_cache_unless_told_otherwise(
 def test_each_missing_tool_is_named_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
-    problems = command.preflight({"PATH": str(tmp_path)})
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
+    problems = preflight.preflight({"PATH": str(tmp_path)})
     said = " ".join(problem.what for problem in problems)
     assert len(problems) == 4
     for what in ("C++ compiler", "make not found", "cmake not found", "headers"):
@@ -83,8 +93,8 @@ def test_each_missing_tool_is_named_with_a_remedy(
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(command.NEEDED_MODULES, "no_such_module", "no-such-distribution")
-    problem = command._no_module()
+    monkeypatch.setitem(preflight.NEEDED_MODULES, "no_such_module", "no-such-distribution")
+    problem = preflight.no_module()
     assert problem is not None
     assert "no-such-distribution" in problem.what
     assert problem.remedy == "pip install no-such-distribution"
@@ -93,7 +103,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version, fine", [("3.16.9", False), ("3.17.0", True), ("4.1.2", True)])
 def test_cmake_must_be_young_enough(tmp_path: Path, version: str, fine: bool) -> None:
     cmake = program(tmp_path, "cmake", f"echo cmake version {version}")
-    problem = command._no_cmake({"HOROVOD_CMAKE": str(cmake)}, os.defpath)
+    problem = preflight._no_cmake({"HOROVOD_CMAKE": str(cmake)}, os.defpath)
     assert (problem is None) == fine
 
 
@@ -102,7 +112,8 @@ def test_a_refusal_lists_the_problems_and_builds_nothing(
 ) -> None:
     monkeypatch.setattr(command, "probe_horovod", lambda: NONE)
     monkeypatch.setattr(command, "probe_torch", lambda: Probe(TORCH))
-    monkeypatch.setattr(command, "preflight", lambda env: [command.Problem("no make", "get make")])
+    problem = preflight.Problem("no make", "get make")
+    monkeypatch.setattr(command, "preflight", lambda env: [problem])
     monkeypatch.setattr(command, "build", lambda *_: pytest.fail("built"))
     assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 1
     assert "no make\n    remedy: get make" in capsys.readouterr().err
@@ -111,7 +122,7 @@ def test_a_refusal_lists_the_problems_and_builds_nothing(
 def test_without_torch_there_is_nothing_to_build_against(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "probe", lambda program: NONE)
+    monkeypatch.setattr(probe, "probe", lambda program: NONE)
     assert cli.main(["install-horovod"]) == 1
     assert "pip install torch" in capsys.readouterr().err
 
@@ -130,7 +141,7 @@ def test_without_torch_there_is_nothing_to_build_against(
     ],
 )
 def test_the_launcher_raises_old_standards_only(tmp_path: Path, given: str, passed: str) -> None:
-    launcher = command.write_launcher(tmp_path)
+    launcher = build.write_launcher(tmp_path)
     line = [launcher, "echo", "-O2", "-g", given, "-gz", "a b"]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.stdout == f"-O2 {passed} -gz a b\n", "no debug information, no other change"
@@ -144,20 +155,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A machine on which every check passes; the list fills with the wheels installed."""
     installed: list[Path] = []
 
-    def install(wheel: Path) -> Probe:
+    def record(wheel: Path) -> Probe:
         installed.append(wheel)
         return WORKS
 
     monkeypatch.setattr(command, "probe_horovod", lambda: NONE)
     monkeypatch.setattr(command, "probe_torch", lambda: Probe(TORCH))
     monkeypatch.setattr(command, "preflight", lambda env: [])
-    monkeypatch.setattr(command, "install", install)
+    monkeypatch.setattr(install, "install", record)
     return installed
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Let the build be a shell script; `$0` is the directory the wheel belongs in."""
-    monkeypatch.setattr(command, "_pip_wheel", lambda work: ["sh", "-c", script, str(work)])
+    monkeypatch.setattr(build, "_pip_wheel", lambda work: ["sh", "-c", script, str(work)])
 
 
 WHEEL = 'touch "$0/horovod-0.28.1-py3-none-any.whl"'
@@ -197,11 +208,11 @@ def test_without_the_cache_no_wheel_is_kept(
 def test_a_cached_wheel_that_does_not_work_is_built_again(
     machine: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shelf = tmp_path / command.cache_key(TORCH, command.build_flags(os.environ))
+    shelf = tmp_path / cache.cache_key(TORCH, flags.build_flags(os.environ))
     shelf.mkdir()
     (shelf / "horovod-0.28.1-py3-none-any.whl").write_text("broken")
     broken = lambda wheel: Probe(None, "undefined symbol") if wheel.read_text() else WORKS  # noqa: E731
-    monkeypatch.setattr(command, "install", broken)
+    monkeypatch.setattr(install, "install", broken)
     pretend(monkeypatch, WHEEL)
     assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 0
 
@@ -211,7 +222,7 @@ def test_a_cached_wheel_is_not_installed_without_what_it_imports(
 ) -> None:
     pretend(monkeypatch, WHEEL)
     assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 0
-    monkeypatch.setitem(command.NEEDED_MODULES, "no_such_module", "no-such-distribution")
+    monkeypatch.setitem(preflight.NEEDED_MODULES, "no_such_module", "no-such-distribution")
     assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 1
     assert len(machine) == 1
 
@@ -239,13 +250,14 @@ def test_a_horovod_that_works_is_left_alone(
 def test_a_horovod_without_what_the_settings_ask_for_is_built_anew(
     machine: list[Path],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     setting: str,
 ) -> None:
     pretend(monkeypatch, WHEEL)
     monkeypatch.setattr(command, "probe_horovod", lambda: WORKS)
     monkeypatch.setenv(*setting.split("="))
-    assert cli.main(["install-horovod"]) == 0
+    assert cli.main(["install-horovod", "--wheel-dir", str(tmp_path)]) == 0
     assert len(machine) == 1
     assert "but without " in capsys.readouterr().out
 
@@ -271,13 +283,13 @@ def test_a_failed_build_says_why_and_keeps_the_log(
 def test_a_killed_compiler_points_at_memory(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("c++: fatal error: Killed signal terminated program cc1plus\n")
-    assert "--jobs 1" in command.explain(log, 1)
+    assert "--jobs 1" in failure.explain(log, 1)
 
 
 def test_a_log_without_errors_shows_its_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(f"line {n}" for n in range(100)))
-    assert "line 99" in command.explain(log, 1)
+    assert "line 99" in failure.explain(log, 1)
 
 
 def test_the_build_does_not_inherit_the_flags_of_an_outer_make(
@@ -285,14 +297,14 @@ def test_the_build_does_not_inherit_the_flags_of_an_outer_make(
 ) -> None:
     monkeypatch.setenv("MAKEFLAGS", "w --jobserver-auth=3,4")
     monkeypatch.setenv("MAKELEVEL", "1")
-    env = command._build_env(tmp_path, {"HOROVOD_GPU_OPERATIONS": "NCCL"}, jobs=3)
+    env = build._build_env(tmp_path, {"HOROVOD_GPU_OPERATIONS": "NCCL"}, jobs=3)
     assert env["MAKEFLAGS"] == "-j3"
     assert "MAKELEVEL" not in env
     assert env["HOROVOD_GPU_OPERATIONS"] == "NCCL"
 
 
 def test_an_interrupt_takes_the_compilers_along(tmp_path: Path) -> None:
-    class Interrupted(command.Progress):
+    class Interrupted(progress.Progress):
         def show(self, line: str) -> None:
             if line.isdigit():  # the grandchild's id: it is running
                 raise KeyboardInterrupt
@@ -300,7 +312,7 @@ def test_an_interrupt_takes_the_compilers_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = ["sh", "-c", "sleep 600 & echo $!; wait"]
     with pytest.raises(KeyboardInterrupt):
-        command.run_logged(script, os.environ, log, Interrupted(io.StringIO()))
+        progress.run_logged(script, os.environ, log, Interrupted(io.StringIO()))
     assert not alive(int(log.read_text()))
 
 
@@ -320,7 +332,7 @@ def alive(pid: int) -> bool:
 def test_progress_is_the_last_step_of_cmake(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("starting\n[ 10%] Building a.cc\n[ 45%] Building b.cc\nwarning: something\n")
-    assert command.state_of(log) == "[ 45%] Building b.cc"
+    assert progress.state_of(log) == "[ 45%] Building b.cc"
 
 
 class Terminal(io.StringIO):
@@ -335,44 +347,49 @@ def test_progress_is_rare_in_a_file_and_steady_on_a_terminal(
     out: io.StringIO, shown: list[str]
 ) -> None:
     times = iter([0.0, 1.0, 16.0])
-    progress = command.Progress(out, clock=lambda: next(times))
-    progress.show("one")
-    progress.show("two")
+    display = progress.Progress(out, clock=lambda: next(times))
+    display.show("one")
+    display.show("two")
     text = out.getvalue()
     assert all(part in text for part in shown)
     assert ("one" in text) == out.isatty()
 
 
 def test_a_probe_reports_the_last_line_of_an_error() -> None:
-    found = command.probe("raise ImportError('undefined symbol: x')")
+    found = probe.probe("raise ImportError('undefined symbol: x')")
     assert found == Probe(None, "ImportError: undefined symbol: x")
 
 
 def test_a_probe_survives_a_crash() -> None:
-    found = command.probe("import os; os.abort()")
+    found = probe.probe("import os; os.abort()")
     assert found.found is None
     assert "exit code" in found.error
 
 
 def test_a_probe_does_not_join_the_job_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_RANK", "3")
-    found = command.probe("import os, json; print(json.dumps({'r': os.getenv('HOROVOD_RANK')}))")
+    found = probe.probe("import os, json; print(json.dumps({'r': os.getenv('HOROVOD_RANK')}))")
     assert found.found == {"r": None}
 
 
 def test_the_torch_probe_needs_no_more_than_torch() -> None:
     pytest.importorskip("torch")
-    found = command.probe_torch().found
+    found = probe.probe_torch().found
     assert found is not None
     assert set(found) == {"version", "abi"}
 
 
-def test_importing_the_command_needs_only_the_standard_library() -> None:
+STEPS = sorted(Path(probe.__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("file", [Path(command.__file__), *STEPS], ids=lambda file: file.stem)
+def test_importing_the_command_needs_only_the_standard_library(file: Path) -> None:
     """It repairs installations; what it imports may be what is broken."""
     names = set()
-    for node in ast.parse(Path(command.__file__).read_text()).body:
+    for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(str(node.module))
-    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+    others = {name for name in names if not name.startswith("lightning_dsgd.cli.horovod.")}
+    assert {name.split(".")[0] for name in others} <= set(sys.stdlib_module_names)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
-from tests.launching import ROOT, environment
+import pytest
+
+from lightning_dsgd.registry import algorithms
+from tests.launching import LAUNCHERS, ROOT, all_gone, command, environment, launch, results
+from tests.ranks.lifetimes import ABSENT
+from tests.ranks.toy import trainer_for
 
 FORK = """
 import gc, os, weakref
 os.register_at_fork(after_in_child=lambda: gc.collect())  # first of all, as it may happen
 import torch
-from lightning_dsgd.alarm import Alarm
+from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.backends import on_torch
 
 store = torch.distributed.HashStore()
@@ -74,15 +83,17 @@ def test_a_rank_may_be_a_training_ahead_of_rank_0() -> None:
 
 MEETING = """
 import socket
+import torch
 from lightning_dsgd.backends import on_torch
+from lightning_dsgd.control.alarm import Alarm
 
+on_torch.MEETING_SECONDS = 1.0
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
 for rank in (1, 0):  # nobody is there; then rank 0 is, alone
     try:
-        store = on_torch._store("127.0.0.1", port, rank, 4, 1.0)
-        on_torch._own_address(store, 0, 4, "127.0.0.1", 1.0)
+        on_torch.TorchBackend(rank, 4, "127.0.0.1", port, torch.device("cpu"), Alarm(), 1.0)
     except RuntimeError as error:
         print(f"{type(error).__name__}: {error}")
 """
@@ -96,7 +107,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 EXIT = """
 import os, sys
-from lightning_dsgd import strategy
+from lightning_dsgd.trainer import collective as strategy
 
 def code(*before):
     if (child := os.fork()) == 0:
@@ -106,7 +117,7 @@ def code(*before):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def fail():
-    strategy._exit_without_destructors([])
+    strategy._exit_without_destructors()
 
 def raise_at_the_end():
     sys.last_value = ValueError()
@@ -118,3 +129,85 @@ print(code(fail), code(fail, strategy.all_is_well),
 
 def test_a_failure_that_was_handled_does_not_fail_the_program() -> None:
     assert said(EXIT) == ["1", "0", "1"]
+
+
+def _pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, _pickled])
+@pytest.mark.parametrize("name", algorithms())
+def test_a_trainers_copy_has_locks_and_processes_of_its_own(name: str, way: Any) -> None:
+    trainer = trainer_for(name, devices=2)
+    started = subprocess.Popen([sys.executable, "-c", ""])
+    trainer.strategy.launcher.procs.append(started)
+    other = way(trainer).strategy
+    assert started.wait(60) == 0
+    assert type(other) is type(trainer.strategy) and other.alarm is not trainer.strategy.alarm
+    assert other.launcher.procs == []
+    assert other.launcher.cluster_environment is other.cluster_environment
+
+
+MISSES = """
+import os, sys, time
+from pathlib import Path
+
+if os.environ.get("HOROVOD_RANK", os.environ.get("LOCAL_RANK", "0")) == "1":
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(600)
+from lightning_dsgd.backends import on_torch
+on_torch.MEETING_SECONDS = 2.0
+from tests.ranks.toy import Toy, loader, trainer_for
+import lightning_dsgd as dsgd
+
+strategy = dsgd.BackupWorkersStrategy(backups=0, timeout=2.0)
+trainer_for(strategy, devices=2, max_epochs=1).fit(Toy(), loader())
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ("python", "RoundTimeoutError: rank 0 has waited 2 s for rank 1 to start"),
+        ("horovodrun", "rank 0 has waited 2 s for the other ranks to start"),
+    ],
+)
+def test_a_rank_that_misses_the_start_is_not_left_behind(
+    launcher: str, said: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(MISSES)
+    done = subprocess.run(
+        [*command(launcher, 2), str(program), str(tmp_path / "pid")],
+        cwd=ROOT,
+        env=environment(HOROVOD_GLOO_TIMEOUT_SECONDS="4"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode != 0 and said in done.stdout, done.stdout[-3000:]
+    assert all_gone([int((tmp_path / "pid").read_text())])
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_failures_leave_no_threads_and_no_descriptors(launcher: str, tmp_path: Path) -> None:
+    launch(launcher, ["lifetimes.failures"], tmp_path, ranks=2)
+    for found in results(tmp_path, "lifetimes.failures", ranks=2):
+        assert found["last"] == "finished"
+        assert all("rank 1" in end or "a mistake" in end for end in found["ends"]), found
+        threads, descriptors = (b - a for a, b in zip(found["before"], found["after"], strict=True))
+        assert threads <= 2 and descriptors <= 4, found  # of some dozen for each failure
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_one_training_apart_do_not_train_together(launcher: str, tmp_path: Path) -> None:
+    launch(launcher, ["lifetimes.one_apart"], tmp_path)
+    for rank, found in enumerate(results(tmp_path, "lifetimes.one_apart")):
+        first, *_, last = found["ends"]
+        assert first == "finished" and found["steps"] == 0 and found["seconds"] < 30.0, found
+        if rank != ABSENT:
+            said = f"for rank {ABSENT} to start" if launcher == "torchrun" else "start it anew"
+            assert said in last, found
+        else:
+            assert last.startswith(("RoundTimeoutError", "RunError")), found

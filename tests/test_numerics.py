@@ -8,31 +8,37 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_dsgd.damping import damping_factor
-from lightning_dsgd.protocol import Round
-from lightning_dsgd.trace import make_policy, read_trace
+from lightning_dsgd.control.trace import read_trace
+from lightning_dsgd.exchange.damping import damping_factor
+from lightning_dsgd.simulate.replay import recorded_halves
+from lightning_dsgd.workers.messages import Round
 from tests.launching import launch, results
+from tests.ranks.numerics import FAMILIES
 from tests.ranks.toy import LR, MOMENTUM, fine_tune
-from tests.ranks.training import FAMILIES
 
 SCENARIOS = [
-    *(f"training.{name}" for name in FAMILIES),
-    "training.distance_damping",
-    "training.share_of_slow_rank",
-    "training.backups_0",
-    "training.backups_1_scheduled",
-    "training.fine_tuning",
-    "training.unusual_memory",
-    "training.steps_with_a_backward",
+    *(f"numerics.{name}" for name in FAMILIES),
+    "numerics.distance_damping",
+    "numerics.share_of_slow_rank",
+    "numerics.backups_0",
+    "numerics.backups_1_scheduled",
+    "numerics.fine_tuning",
+    "numerics.unusual_memory",
+    "numerics.steps_with_a_backward",
 ]
+
+
+@pytest.fixture
+def trained(launched: Path) -> Path:
+    return launched / "numerics"
 
 
 @pytest.fixture(scope="session")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lightning's own DDP on the same problem; it would not leave a process as it was."""
     out = tmp_path_factory.mktemp("ddp")
-    launch("python", ["training.lightning_ddp", "training.lightning_ddp_unusual"], out)
-    return out / "training"
+    launch("python", ["numerics.lightning_ddp", "numerics.lightning_ddp_unusual"], out)
+    return out / "numerics"
 
 
 def gradient_of(round_: Round, ranks: list[Any], *, mean: bool, weight: Any) -> np.ndarray:
@@ -79,9 +85,19 @@ def test_weights_equal_a_numpy_recomputation_from_contributions(trained: Path, n
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_events_give_the_same_decisions_again(trained: Path, name: str) -> None:
     trace = read_trace(trained / f"trace-{name}")
-    policy = make_policy(trace.header)
+    _, policy = recorded_halves(trace)
     again = [decision for t, event in trace.events for decision in policy.handle(event, t)]
     assert again == [decision for _, decision in trace.decisions]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recorded_inputs_give_every_worker_the_same_actions_again(trained: Path, name: str) -> None:
+    """The machine is made here as the simulator makes it, and fed what Lightning's hooks fed it."""
+    algorithm, policy = recorded_halves(read_trace(trained / f"trace-{name}"))
+    for rank, result in enumerate(results(trained, name)):
+        machine = algorithm.make_machine(rank, 4, policy)
+        again = [action for event in result["inputs"] for action in machine.handle(event)]
+        assert again == result["actions"] and len(again) > 40
 
 
 @pytest.mark.parametrize("name", FAMILIES)

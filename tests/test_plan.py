@@ -12,23 +12,24 @@ import yaml
 
 from lightning_dsgd.cli import main
 from lightning_dsgd.cli.plan import read_curve, read_source
-from lightning_dsgd.distributions import Constant, Exponential, PerRank, ShiftedExponential
+from lightning_dsgd.control.trace import FILE_NAME, Header, TraceWriter
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.registry import algorithms
 from lightning_dsgd.simulate import Cluster, Link, Network, simulate
 from lightning_dsgd.simulate.cluster import describe, read_cluster
+from lightning_dsgd.simulate.distributions import Constant, Exponential, PerRank, ShiftedExponential
 from lightning_dsgd.simulate.planning import (
-    PLANNED,
     Candidate,
     Option,
     Settings,
     candidates,
     evaluate,
+    planned,
     recommend,
-    spread,
 )
 from lightning_dsgd.simulate.rounds import Recorder
-from lightning_dsgd.theory import LossModel
-from lightning_dsgd.trace import FILE_NAME, Header, TraceWriter
+from lightning_dsgd.simulate.theory import LossModel
+from lightning_dsgd.workers.algorithm import spread
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "cluster.yaml"
 SLOW_RANK = Cluster(4, PerRank(ShiftedExponential(0.1, 0.01), {3: 10.0}))
@@ -47,9 +48,7 @@ def trace_directory(tmp_path: Path) -> Path:
     recorder = Recorder()
     cluster = Cluster(4, ShiftedExponential(0.05, 0.02), Network(Link(0.01), Link(0.01)))
     simulate("k_sync", cluster, k=3, updates=200, recorder=recorder)
-    arguments = {"workers": 4, "k": 3, "counted": "workers", "max_staleness": 0}
-    policy = "lightning_dsgd_plugins.k_family:FirstKPolicy"
-    writer = TraceWriter(tmp_path / "trace", Header(policy, arguments, "k_sync", 4))
+    writer = TraceWriter(tmp_path / "trace", Header("k_sync", {"k": 3}, 4))
     for now, event in recorder.events:
         writer.event(now, event)
     for now, decision in recorder.decisions:
@@ -68,35 +67,36 @@ def test_the_spread_of_ks_covers_both_ends() -> None:
 
 
 def test_candidates_are_every_strategy_at_every_count() -> None:
-    found = candidates([2, 4], None, None)
-    assert {candidate.strategy for candidate in found} == set(PLANNED)
+    found = candidates(SLOW_RANK, [2, 4])
+    assert {candidate.strategy for candidate in found} == set(planned())
     assert {candidate.workers for candidate in found} == {2, 4}
-    assert candidates([4], ["k_sync"], [1, 3]) == [
-        Candidate("k_sync", 4, 1),
-        Candidate("k_sync", 4, 3),
+    assert candidates(SLOW_RANK, [4], ["k_sync"], [1, 4]) == [
+        Candidate("k_sync", 4, {"k": 1, "cancel_late": True}),
+        Candidate("k_sync", 4, {"k": 4}),
     ]
+    assert all(candidate.workers > 1 for candidate in candidates(SLOW_RANK, [1], ["ad_psgd"]))
 
 
 def test_a_k_that_one_of_the_counts_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="k=6 is more than the 4 workers"):
-        candidates([8, 4], ["k_sync"], [6])
+        candidates(SLOW_RANK, [8, 4], ["k_sync"], [6])
 
 
 def _plan(cluster: Cluster, strategies: list[str], **settings: object) -> list[Option]:
-    wanted = candidates([cluster.workers], strategies, None)
+    wanted = candidates(cluster, [cluster.workers], strategies)
     return evaluate(cluster, wanted, Settings(updates=300, **settings))  # type: ignore[arg-type]
 
 
 def test_without_a_target_fresh_gradients_per_second_decide() -> None:
     found = recommend(_plan(SLOW_RANK, ["k_sync", "k_batch_async"]))
-    assert found.option.candidate == Candidate("k_sync", 4, 3)
+    assert (found.option.candidate.strategy, found.option.candidate.k) == ("k_sync", 3)
     assert "times as fast as k_sync, 4 workers, K=4" in found.reason
     assert "k_batch_async" in found.reason and "loss curve" in found.reason
 
 
 def test_equal_workers_need_nothing_but_synchronous_training() -> None:
     found = recommend(_plan(Cluster(4, Constant(0.1)), ["k_sync", "k_batch_sync"]))
-    assert found.option.candidate == Candidate("k_sync", 4, 4)
+    assert found.option.candidate == Candidate("k_sync", 4, {"k": 4})
 
 
 def test_a_loose_target_wants_less_synchrony_than_a_tight_one() -> None:
@@ -127,9 +127,9 @@ def test_adasync_is_timed_on_its_own_changing_k() -> None:
 
 
 def test_fewer_workers_win_when_more_do_not_help() -> None:
-    wanted = candidates([4, 2], ["k_sync"], [2])
     loss = LossModel(start=2.0, rate=0.01)
     cluster = Cluster(2, PerRank(Constant(0.1), {2: 100.0, 3: 100.0}))
+    wanted = candidates(cluster, [4, 2], ["k_sync"], [2])
     options = evaluate(cluster, wanted, Settings(updates=300, loss=loss, target=0.5))
     assert recommend(options).option.candidate.workers == 2
 
@@ -139,11 +139,11 @@ def test_nothing_to_compare_is_refused() -> None:
         recommend([])
 
 
-@pytest.mark.parametrize("strategy", [*PLANNED, "backup_workers"])
+@pytest.mark.parametrize("strategy", algorithms())
 def test_the_recommended_configuration_builds_the_strategy(strategy: str) -> None:
-    wanted = candidates([4], [strategy], [3] if "k_" in strategy or strategy[0] in "b" else None)
+    wanted = candidates(SLOW_RANK, [4], [strategy], [3])
     best = recommend(evaluate(SLOW_RANK, wanted, Settings(updates=100)))
-    chosen = best.trainer(SLOW_RANK, cancel_late=True)["trainer"]["strategy"]
+    chosen = best.trainer()["trainer"]["strategy"]
     module, _, name = chosen["class_path"].rpartition(".")
     made = getattr(importlib.import_module(module), name)(**chosen.get("init_args", {}))
     assert made.strategy_name == strategy
@@ -160,7 +160,7 @@ def test_plan_prints_a_table_a_reason_and_a_configuration(
     text = capsys.readouterr().out
     head, *rows = text.split("\n\n")[0].splitlines()
     assert head.split()[:3] == ["workers", "strategy", "K"]
-    assert len(rows) == len(candidates([2, 4], ["k_sync", "ad_psgd"], None))
+    assert len(rows) == len(candidates(SLOW_RANK, [2, 4], ["k_sync", "ad_psgd"]))
     assert "Recommendation: k_sync" in text and "because" in text
     config = yaml.safe_load(text[text.index("# Trainer") :])
     assert config["trainer"]["strategy"]["class_path"].endswith("KSyncStrategy")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dsgd.policy import RoundsPolicy
-from lightning_dsgd.protocol import (
+from lightning_dsgd.workers.messages import (
+    Again,
     Applied,
     Closed,
     Contribution,
@@ -22,9 +22,11 @@ from lightning_dsgd.protocol import (
     Left,
     Passed,
     Round,
+    Said,
     Segment,
     Tick,
 )
+from lightning_dsgd.workers.policy import RoundsPolicy, round_of
 from lightning_dsgd_plugins.adasync import AdaSyncPolicy, synchrony
 from lightning_dsgd_plugins.cyclic_delay import CyclicPolicy
 from lightning_dsgd_plugins.k_family import FirstKPolicy
@@ -294,3 +296,99 @@ def test_adasync_stays_synchronous_while_the_loss_vanishes(counted: Any) -> None
         policy.handle(part, float(number))
         ks.append(policy.k)
     assert set(ks[400:]) == {4}
+
+
+def test_a_rounds_loss_is_the_mean_of_its_mini_batches() -> None:
+    parts = [Contribution(0, 1, 0, 3, 1.0), Contribution(1, 1, 0, 1, 5.0), Contribution(2, 1, 0)]
+    assert round_of(1, parts, k=3, reason="all").loss == (3 * 1.0 + 5.0) / 4
+    assert round_of(1, parts[2:], k=1, reason="one").loss is None
+
+
+def test_one_lucky_mini_batch_does_not_set_adasyncs_k() -> None:
+    """The first mini-batch's loss is a hundredth of the others': K must rise all the same."""
+    policy = AdaSyncPolicy(4, 1, interval=0.5, max_staleness=None)
+    policy.handle(Segment(FAR), 0.0)
+    for number in range(40):
+        loss = 0.01 if number == 0 else 1.0 if number < 4 else 0.01
+        policy.handle(
+            Contribution(number % 4, number + 1, policy.version, loss=loss), float(number)
+        )
+    assert policy.first_loss == pytest.approx((0.01 + 3) / 4)
+    assert policy.k > 1
+
+
+def test_adasync_goes_on_measuring_after_a_checkpoint() -> None:
+    def give(policy: AdaSyncPolicy, losses: tuple[float, ...]) -> None:
+        for loss in losses:
+            seq = policy.version + 1
+            policy.handle(Contribution(0, seq, policy.version, loss=loss), 0.0)
+
+    whole, half = (AdaSyncPolicy(4, 1, interval=9.0) for _ in range(2))
+    for policy in (whole, half):
+        policy.handle(Segment(FAR), 0.0)
+        give(policy, (1.0, 2.0))
+    resumed = AdaSyncPolicy(4, 1, interval=9.0, version=2)
+    resumed.restore(half.state())
+    resumed.handle(Segment(FAR), 0.0)
+    for policy in (whole, resumed):
+        give(policy, (3.0, 6.0, 9.0))
+    assert whole.state() == resumed.state() and whole.first_loss == 3.0
+
+
+# ------------------------------------------------------------------------- what is not finite
+
+
+def bad(worker: int, seq: int, version: int) -> Contribution:
+    return Contribution(worker, seq, version, finite=False)
+
+
+def kinds(decisions: Any) -> list[str]:
+    return [type(decision).__name__ for decision in decisions]
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_said_once_per_rank() -> None:
+    policy = FirstKPolicy(3, 1, counted="batches", max_staleness=None)
+    policy.handle(Segment(FAR), 0.0)
+    dropped, said = policy.handle(bad(1, 1, 0), 0.0)
+    assert dropped == Dropped(1, 1, "it is not finite")
+    assert isinstance(said, Said) and "rank 1" in said.reason and "version 0" in said.reason
+    assert kinds(policy.handle(bad(1, 2, 0), 0.0)) == ["Dropped"]
+
+
+def test_a_round_goes_on_without_who_can_give_nothing_finite() -> None:
+    policy = FirstKPolicy(4, 3)
+    policy.handle(Segment(FAR), 0.0)
+    policy.handle(bad(0, 1, 0), 0.0)
+    policy.handle(Contribution(1, 1, 0), 0.0)
+    policy.handle(bad(2, 1, 0), 0.0)
+    (round_,) = policy.handle(Contribution(3, 1, 0), 0.0)
+    assert round_.workers == (1, 3) and round_.k == 2
+    for worker in (0, 1):
+        assert not policy.handle(Contribution(worker, 2, 1), 0.0), "of the next one all are part"
+
+
+def test_the_last_one_that_is_refused_completes_the_round_of_the_others() -> None:
+    policy = FirstKPolicy(2, 2)
+    policy.handle(Segment(FAR), 0.0)
+    policy.handle(Contribution(0, 1, 0), 0.0)
+    assert kinds(policy.handle(bad(1, 1, 0), 0.0)) == ["Dropped", "Said", "Round"]
+
+
+def test_all_try_again_where_nobody_has_anything_finite() -> None:
+    policy = FirstKPolicy(2, 2)
+    policy.handle(Segment(FAR), 0.0)
+    policy.handle(bad(0, 1, 0), 0.0)
+    *_, said, first, second = policy.handle(bad(1, 1, 0), 0.0)
+    assert isinstance(said, Said) and "stands still" in said.reason
+    assert (first, second) == (Again(0), Again(1))
+    policy.handle(bad(0, 2, 0), 0.0)
+    assert kinds(policy.handle(bad(1, 2, 0), 0.0)) == ["Dropped", "Again", "Again"]
+    assert not policy.handle(Contribution(0, 3, 0), 0.0)
+    assert kinds(policy.handle(Contribution(1, 3, 0), 0.0)) == ["Round"]
+
+
+def test_nobody_waits_for_one_more_try_of_a_worker_that_has_left() -> None:
+    policy = FirstKPolicy(2, 2)
+    policy.handle(Segment(FAR), 0.0)
+    policy.handle(bad(0, 1, 0), 0.0)
+    assert kinds(policy.handle(Left(1), 0.0)) == ["Said", "Again"]

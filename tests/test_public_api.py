@@ -11,7 +11,7 @@ import pytest
 
 import lightning_dsgd
 from lightning_dsgd.registry import algorithms, load
-from lightning_dsgd.worlds import installed_copies
+from lightning_dsgd.trainer.worlds import installed_copies
 
 
 def test_all_names_resolve_and_nothing_else_is_public() -> None:

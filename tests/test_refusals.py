@@ -13,10 +13,11 @@ import pytest
 
 import lightning_dsgd as dsgd
 from tests.launching import environment, read
-from tests.ranks.refusals import EXPECTED
+from tests.ranks.refusals import EMPTY, EXPECTED, NEED_A_GROUP
 from tests.ranks.toy import Toy, loader, trainer_for
 
-SCENARIOS = [f"refusals.{name}" for name in EXPECTED]
+SCENARIOS = [f"refusals.{name}" for name in (*NEED_A_GROUP, *EMPTY, *EXPECTED)]
+SCENARIOS.append("features.bf16_and_groups")  # a training that succeeds, after those that fail
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -24,6 +25,21 @@ def test_refused_on_every_rank(launched: Path, name: str) -> None:
     for outcome in read(launched / "refusals", name):
         assert outcome.get("error") == "ConfigurationError", outcome
         assert EXPECTED[name] in outcome["message"]
+
+
+@pytest.mark.parametrize("name", NEED_A_GROUP)
+def test_what_needs_torchs_default_group_is_told_what_to_use(launched: Path, name: str) -> None:
+    for outcome in read(launched / "refusals", name):
+        assert "Default process group has not been initialized" in outcome["message"], outcome
+        for instead in ("global_rank", "distributed_sampler_kwargs", "strategy.all_gather"):
+            assert outcome["message"].count(instead) == 1
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_one_ranks_empty_batch_is_explained_on_all(launched: Path, name: str) -> None:
+    outcomes = read(launched / "refusals", name)
+    assert outcomes[1]["error"] == "ConfigurationError"
+    assert all("yielded None instead of a batch" in o["message"] for o in outcomes)
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
@@ -112,7 +128,7 @@ def test_a_horovod_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_under_horovodrun_without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dsgd.backends.horovod_installed", lambda: False)
-    monkeypatch.setattr("lightning_dsgd.strategy.horovod_installed", lambda: False)
+    monkeypatch.setattr("lightning_dsgd.trainer.collective.horovod_installed", lambda: False)
     for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
         monkeypatch.setenv(f"HOROVOD_{name}", value)
     with pytest.raises(dsgd.BackendError, match="install-horovod"):

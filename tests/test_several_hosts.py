@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lightning_dsgd as dsgd
 from benchmarks.network import address, available, network
-from lightning_dsgd.backends import on_horovod
-from lightning_dsgd.hosts import LOOPBACK, Place, control_address, reachable_address, this_place
+from lightning_dsgd.backends import on_horovod, on_torch
+from lightning_dsgd.backends.hosts import (
+    LOOPBACK,
+    Place,
+    control_address,
+    reachable_address,
+    this_place,
+)
+from lightning_dsgd.control.alarm import Alarm
 from tests.launching import BIN, ROOT, environment, results
 
 HOSTS, LOCAL = 2, 2
@@ -85,6 +93,47 @@ def test_every_exchange_works_between_hosts_that_share_a_name(
     ]
     assert len({rank["place"].network for rank in ranks}) == HOSTS
     assert ranks[0]["endpoint"].startswith(f"tcp://{address(0)}:")
+
+
+PAIR = """\
+import os, sys, torch
+from lightning_dsgd.backends import connect
+from lightning_dsgd.control.alarm import Alarm
+
+rank, device = int(sys.argv[1]), torch.device("cpu")
+meeting = {"address": sys.argv[2], "port": 29472, "timeout": 20.0}
+for interfaces in ("eth0", "eth0, eth0"):
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+    backend = connect("torch", rank=rank, world_size=2, device=device, alarm=Alarm(), **meeting)
+    total = torch.tensor([rank + 1.0])
+    backend.channel("main").sum_(total)
+    assert total == 3, total
+"""
+
+
+def test_the_user_chooses_the_interfaces(tmp_path: Path) -> None:
+    """The hosts' common name leads each of them to itself, or nowhere."""
+    if not available():
+        pytest.skip("needs root, iproute2 and network namespaces")
+    with network(HOSTS) as names:
+        program = [str(BIN / "python"), "-c", PAIR]
+        starts = [["ip", "netns", "exec", name, *program] for name in names]
+        run([[*start, str(rank), address(0)] for rank, start in enumerate(starts)], tmp_path)
+
+
+@pytest.mark.parametrize("value", ["nowhere0", "lo,nowhere0"])
+def test_an_interface_that_is_not_there_is_named(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+    expected = f"GLOO_SOCKET_IFNAME={value}: this host has no interface 'nowhere0'"
+    with pytest.raises(dsgd.ConfigurationError, match=expected):
+        on_torch.TorchBackend(0, 2, LOOPBACK, 1, torch.device("cpu"), Alarm(), 1.0)
+
+
+def test_no_interface_is_chosen_by_an_empty_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    assert on_torch._chosen_devices() == []
 
 
 def test_one_host_needs_no_network() -> None:

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lightning_dsgd.distributions import (
+from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.simulate.distributions import (
     ComputeTime,
     Constant,
     Empirical,
@@ -20,8 +21,7 @@ from lightning_dsgd.distributions import (
     Sum,
     parse_compute_time,
 )
-from lightning_dsgd.errors import ConfigurationError
-from lightning_dsgd.theory import (
+from lightning_dsgd.simulate.theory import (
     LossModel,
     adasync_k,
     fit_loss,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_dsgd import ConfigurationError
-from lightning_dsgd.topology import NAMES, Topology, is_active, make_topology
+from lightning_dsgd.workers.topology import NAMES, Topology, is_active, make_topology
 
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 16, 33]
 

@@ -7,13 +7,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 import lightning_dsgd as dsgd
+from tests.ranks.lightning_copy import pl
 from tests.ranks.toy import Toy, digest, fine_tune, flat, loader, trainer_for
 
 Result = dict[str, Any]
@@ -98,20 +96,20 @@ def _slow() -> Any:
 
 def trains(out: Path) -> Result:
     """Most of what a Trainer does, with a slow rank."""
-    keeper = ModelCheckpoint(dirpath=out / "kept", monitor="val_loss", save_top_k=-1)
+    keeper = pl.callbacks.ModelCheckpoint(dirpath=out / "kept", monitor="val_loss", save_top_k=-1)
     own = Own()
     module = Rich()
     strategy = dsgd.ADPSGDStrategy("ring", timeout=60.0)
     trainer = trainer_for(
         strategy,
-        [keeper, EarlyStopping("val_loss", patience=9), _slow(), own],
+        [keeper, pl.callbacks.EarlyStopping("val_loss", patience=9), _slow(), own],
         max_epochs=3,
         limit_train_batches=10,
         limit_val_batches=2,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         enable_checkpointing=True,
-        logger=CSVLogger(out / "csv"),
+        logger=pl.loggers.CSVLogger(out / "csv"),
         log_every_n_steps=2,
     )
     trainer.fit(module, loader(), loader(64, shuffle=False))
@@ -180,8 +178,8 @@ def refuses(out: Path) -> Result:
             super().__init__()
             self.automatic_optimization = False
 
-    keeper = ModelCheckpoint(dirpath=out / "no", every_n_train_steps=2)
-    timer = Timer(timedelta(hours=1))
+    keeper = pl.callbacks.ModelCheckpoint(dirpath=out / "no", every_n_train_steps=2)
+    timer = pl.callbacks.Timer(timedelta(hours=1))
     return {
         "max_steps": _refused(max_steps=5, max_epochs=-1),
         "val_check_interval": _refused(val_check_interval=0.5),

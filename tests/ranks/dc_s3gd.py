@@ -7,14 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_dsgd import DCS3GDStrategy
+from tests.ranks.lightning_copy import pl
 from tests.ranks.toy import BATCH, Toy, dataset, digest, flat, trainer_for
 
 Result = dict[str, Any]
@@ -133,7 +131,7 @@ class Witness(pl.Callback):
 
 def common_points(out: Path) -> Result:
     witness = Witness()
-    saver = ModelCheckpoint(out / "common", every_n_train_steps=5, save_top_k=-1)
+    saver = pl.callbacks.ModelCheckpoint(out / "common", every_n_train_steps=5, save_top_k=-1)
     trainer = fit(
         Normalised(),
         12,
@@ -148,7 +146,7 @@ def common_points(out: Path) -> Result:
 
 
 def resume(out: Path) -> Result:
-    saver = ModelCheckpoint(out / "resume", save_top_k=-1, filename="{epoch}")
+    saver = pl.callbacks.ModelCheckpoint(out / "resume", save_top_k=-1, filename="{epoch}")
     whole = Normalised()
     fit(whole, 10, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
     path = str(out / "resume" / "epoch=1.ckpt")
@@ -217,7 +215,7 @@ def corrections(out: Path) -> Result:
 
 
 def logged(out: Path) -> Result:
-    logger = CSVLogger(out, name="logged", version=0)
+    logger = pl.loggers.CSVLogger(out, name="logged", version=0)
     fit(Toy(), 6, logger=logger, log_every_n_steps=2)
     return {"rows": (out / "logged" / "version_0" / "metrics.csv").exists()}
 

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-
 import lightning_dsgd as dsgd
+from tests.ranks.lightning_copy import pl
 from tests.ranks.run import rank
 from tests.ranks.toy import Toy, loader, trainer_for
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-
 import lightning_dsgd as dsgd
 from lightning_dsgd.backends import horovod_launched
-from lightning_dsgd.hosts import this_place
+from lightning_dsgd.backends.hosts import this_place
+from tests.ranks.lightning_copy import pl
 from tests.ranks.toy import Toy, digest, loader, trainer_for
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import lightning_dsgd as dsgd
+from tests.ranks.lightning_copy import pl
 from tests.ranks.run import rank
 from tests.ranks.toy import Toy, dataset, loader, trainer_for
 
@@ -17,6 +18,10 @@ def _fit(strategy: Any, module: Any = None, data: Any = None, **options: Any) ->
     trainer_for(strategy, max_epochs=1, **options).fit(
         module or Toy(), loader() if data is None else data
     )
+
+
+def trace_in_a_file(out: Path) -> None:
+    _fit(dsgd.KSyncStrategy(k=2, trace=f"{__file__}/trace"))
 
 
 def too_many_backups(out: Path) -> None:
@@ -104,15 +109,15 @@ def _averaged(strategy: str, callback: Any) -> None:
 
 
 def stochastic_averaging_of_statistics(out: Path) -> None:
-    from pytorch_lightning.callbacks import StochasticWeightAveraging
+    _averaged("k_sync", pl.callbacks.StochasticWeightAveraging(0.01))
 
-    _averaged("k_sync", StochasticWeightAveraging(0.01))
+
+def stochastic_averaging_in_the_pipeline(out: Path) -> None:
+    _averaged("dc_s3gd", pl.callbacks.StochasticWeightAveraging(0.01))
 
 
 def averaging_by_step(out: Path) -> None:
-    from pytorch_lightning.callbacks import EMAWeightAveraging
-
-    _averaged("dc_s3gd", EMAWeightAveraging())
+    _averaged("dc_s3gd", pl.callbacks.EMAWeightAveraging())
 
 
 def address_of_nobody(out: Path) -> None:
@@ -128,9 +133,9 @@ def batch_norm_across_ranks(out: Path) -> None:
 
 
 def learning_rate_finder(out: Path) -> None:
-    from pytorch_lightning.callbacks import LearningRateFinder
-
-    trainer = trainer_for("k_sync", [LearningRateFinder(num_training_steps=5)], max_epochs=1)
+    trainer = trainer_for(
+        "k_sync", [pl.callbacks.LearningRateFinder(num_training_steps=5)], max_epochs=1
+    )
     trainer.fit(Toy(), loader())
 
 
@@ -150,9 +155,33 @@ def unequal_streams(out: Path) -> None:
     _fit("backup_workers", data=torch.utils.data.DataLoader(Stream(), batch_size=4))
 
 
+def _some_none(rows: list[Any]) -> Any:
+    """A `collate_fn` that skips what it does not like."""
+    return None if rank() == 1 else torch.utils.data.default_collate(rows)
+
+
+def empty_batch(out: Path) -> None:
+    _fit("k_batch_sync", data=loader(collate_fn=_some_none))
+
+
+def empty_batch_in_the_pipeline(out: Path) -> None:
+    _fit("dc_s3gd", data=loader(collate_fn=_some_none))
+
+
+def optimizer_index(out: Path) -> None:
+    class Indexed(Toy):
+        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)
+
+    _fit("backup_workers", Indexed())
+
+
 EXPECTED = {
+    "trace_in_a_file": "rank 0 cannot write there",
+    "optimizer_index": "remove the argument",
     "loader_as_argument": "training_step(dataloader_iter)",
     "stochastic_averaging_of_statistics": "StochasticWeightAveraging with BatchNorm",
+    "stochastic_averaging_in_the_pipeline": "StochasticWeightAveraging with BatchNorm",
     "averaging_by_step": "use StochasticWeightAveraging",
     "batch_norm_across_ranks": "sync_batchnorm=True",
     "learning_rate_finder": "learning-rate finder",
@@ -171,3 +200,38 @@ EXPECTED = {
     "half_precision": "bf16-mixed",
     "skipped_batch": "no loss",
 }
+
+
+def sharded_optimizer(out: Path) -> None:
+    class Sharded(Toy):
+        def configure_optimizers(self) -> Any:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+    _fit("backup_workers", Sharded())
+
+
+def sampler_of_ones_own(out: Path) -> None:
+    class Own(Toy):
+        def train_dataloader(self) -> Any:
+            data = dataset()
+            own = torch.utils.data.DistributedSampler(data)
+            return torch.utils.data.DataLoader(data, batch_size=4, sampler=own)
+
+    trainer_for("dc_s3gd", max_epochs=1, use_distributed_sampler=False).fit(Own())
+
+
+def group_in_the_step(out: Path) -> None:
+    class Asks(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.distributed.get_rank()
+
+    _fit("k_sync", Asks())
+
+
+EMPTY = ("empty_batch", "empty_batch_in_the_pipeline")
+"""One rank's mistake in mid-training: the others learn of it."""
+
+NEED_A_GROUP = ("sharded_optimizer", "sampler_of_ones_own", "group_in_the_step")
+"""What torch's default process group is asked for by; its error stays torch's."""

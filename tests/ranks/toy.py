@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_dsgd import Stragglers
+from tests.ranks.lightning_copy import pl
 from tests.ranks.run import rank
 
 LR, MOMENTUM = 0.05, 0.9
 BATCH = 4
+ACCELERATOR = "lag" if os.environ.get("LAG") == "1" else "cpu"
+"""`LAG=1` has all scenarios run on the test device."""
+
+if ACCELERATOR == "lag":
+    importlib.import_module("tests.lag.accelerator")
 
 
 class Toy(pl.LightningModule):
@@ -52,7 +58,7 @@ def loader(size: int = 256, shuffle: bool = True, **options: Any) -> DataLoader[
 
 
 def flat(module: nn.Module) -> np.ndarray:
-    return np.concatenate([p.detach().double().numpy().ravel() for p in module.parameters()])
+    return np.concatenate([p.detach().double().cpu().numpy().ravel() for p in module.parameters()])
 
 
 def digest(module: nn.Module) -> str:
@@ -82,22 +88,47 @@ def record_published(strategy: Any) -> dict[int, np.ndarray]:
 
     def start_exchange(trainer: Any) -> None:
         start(trainer)
-        publish = strategy._exchange.publish
+        publish = strategy.desk.publish
 
         def keep(buffers: list[Tensor], contribution: Any) -> None:
-            copy = np.concatenate([b.detach().double().numpy().copy() for b in buffers])
+            copy = np.concatenate([b.detach().double().cpu().numpy().copy() for b in buffers])
             published[len(published) + 1] = copy
             publish(buffers, contribution)
 
-        strategy._exchange.publish = keep
+        strategy.desk.publish = keep
 
     strategy.start_exchange = start_exchange
     return published
 
 
+class Recorded:
+    """A worker machine that keeps what went in and what came out."""
+
+    def __init__(self, machine: Any, inputs: list[Any], actions: list[Any]) -> None:
+        self._machine, self._inputs, self._actions = machine, inputs, actions
+
+    def handle(self, event: Any) -> Any:
+        self._inputs.append(event)
+        actions = self._machine.handle(event)
+        self._actions.extend(actions)
+        return actions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+
+def record_machine(strategy: Any) -> tuple[list[Any], list[Any]]:
+    """All inputs and actions of this rank's worker machine."""
+    inputs: list[Any] = []
+    actions: list[Any] = []
+    make = strategy.make_machine
+    strategy.make_machine = lambda *whose: Recorded(make(*whose), inputs, actions)
+    return inputs, actions
+
+
 def trainer_for(strategy: Any, callbacks: list[Any] | None = None, **options: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": ACCELERATOR,
         "devices": 4,
         "precision": "64-true",
         "logger": False,
@@ -119,6 +150,7 @@ def train(
     """Train under observation."""
     watch = Watch()
     published = record_published(strategy)
+    inputs, actions = record_machine(strategy)
     module = model or Toy()
     watchers = [watch, *([delays] if delays else []), *(callbacks or [])]
     trainer = trainer_for(strategy, watchers, **{"max_steps": 40, "max_epochs": -1, **options})
@@ -129,12 +161,14 @@ def train(
         "digests": watch.digests,
         "rounds": watch.rounds,
         "published": published,
+        "inputs": inputs,
+        "actions": actions,
         "steps": trainer.global_step,
         "tally": strategy.tally.as_dict() if strategy.tally else None,
     }
 
 
-class FineTuning(BaseFinetuning):
+class FineTuning(pl.callbacks.BaseFinetuning):
     """The first layer is frozen in the first epoch, the last one from the third on."""
 
     def freeze_before_training(self, pl_module: Any) -> None:

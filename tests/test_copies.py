@@ -1,0 +1,87 @@
+"""Whichever copy of Lightning a script imports, that copy's code runs, beside the other and alone.
+
+Scenarios import `pytorch_lightning` unless they are told otherwise; here they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launching import launch, results
+from tests.test_trainer_features import (
+    test_bf16_several_groups_and_unused_parameters,
+    test_buffers_and_metrics_agree,
+    test_collectives_of_the_trainer,
+    test_early_stopping_checkpoints_and_synchronised_logs,
+    test_ranks_train_on_their_own_shards,
+)
+
+__all__ = [
+    "test_bf16_several_groups_and_unused_parameters",
+    "test_buffers_and_metrics_agree",
+    "test_collectives_of_the_trainer",
+    "test_early_stopping_checkpoints_and_synchronised_logs",
+    "test_ranks_train_on_their_own_shards",
+]
+
+REPEATED = {"launched": ("lightning", "lightning alone", "pytorch_lightning alone")}
+
+TOLD = [
+    "copies.schedules",
+    "copies.kept_in_the_background",
+    "copies.caught",
+    "copies.whose",
+    "features.bf16_and_groups",
+    "features.callbacks_and_logs",
+    "features.predictions_and_gathers",
+    "features.shards_and_buffers",
+]
+
+
+@pytest.fixture(scope="session")
+def launch_copy(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    count = request.config.getoption("repetitions")
+    places = [f"{number}/{name}" for number in range(count) for name in TOLD]
+
+    @functools.cache
+    def start(copy: str) -> Path:
+        out = tmp_path_factory.mktemp(copy.replace(" ", "-"))
+        done = launch("torchrun", places, out, timeout=300.0 * count, DSGD_TEST_COPY=copy)
+        assert done.returncode == 0, done.stdout[-6000:]
+        return out
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def launched(request: pytest.FixtureRequest, launch_copy: Callable[[str], Path]) -> Path:
+    """The directory with the outcome of one repetition, by the copy of Lightning imported."""
+    copy, number = request.param
+    return launch_copy(copy) / str(number)
+
+
+def test_the_trainers_own_copy_runs(launched: Path) -> None:
+    alone = "alone" in launched.parent.name
+    for found in results(launched, "copies.whose"):
+        assert found["modules"] == {found["expected"]}
+        assert found["type"] and found["other"] is not alone
+
+
+def test_schedules_of_ones_own_and_by_plateau(launched: Path) -> None:
+    for found in results(launched, "copies.schedules"):
+        assert found == {"_OwnSchedule": 1 / 8, "_Plateau": 1 / 4}
+
+
+def test_a_plugin_that_wraps_the_strategys_own(launched: Path) -> None:
+    for found in results(launched, "copies.kept_in_the_background"):
+        assert found == {"same": True, "read": 1}
+
+
+def test_errors_are_of_the_copy_that_the_script_imports(launched: Path) -> None:
+    assert all("monitor" in found["caught"] for found in results(launched, "copies.caught"))
