@@ -9,7 +9,7 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.harness import Case, launch, report, table
+from benchmarks.harness import Case, launch, options, report, table
 
 RIVALS: dict[str, Case] = {
     "synchronous SGD": {"strategy": "backup_workers", "arguments": {"backups": 0}},
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--report", action="store_true")
-    given: Any = parser.parse_args()
+    given: Any = options(parser, seeds=1, epochs=1)
     steps = given.epochs * (60_000 // (4 * given.batch))
     common: Case = {
         "data": "fashion",
@@ -41,7 +41,10 @@ def main() -> None:
         "evaluate": True,
     }
     cases = [{**common, **rival} for rival in RIVALS.values()]
-    runs = [launch([{**case, "seed": seed} for case in cases]) for seed in range(given.seeds)]
+    runs = [
+        launch([{**case, "seed": seed} for case in cases], smoke=given.smoke)
+        for seed in range(given.seeds)
+    ]
     found = {
         name: [100 * run[index][0]["accuracy"] for run in runs] for index, name in enumerate(RIVALS)
     }

@@ -23,14 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from lightning_dsgd.distributions import Exponential
+from benchmarks.harness import REPORTS, ROOT, options, output
+from lightning_dsgd.report.picture import load_pyplot, save
 from lightning_dsgd.simulate import Cluster, Logistic, simulate
-from lightning_dsgd.simulate.picture import load_pyplot, save
-from lightning_dsgd.theory import order_statistic
+from lightning_dsgd.simulate.distributions import Exponential
+from lightning_dsgd.simulate.theory import order_statistic
 
 COMMAND = "python -m benchmarks.error_runtime"
-ROOT = Path(__file__).parent
-PICTURE = ROOT.parent / "docs" / "error-runtime.png"
+PICTURE = ROOT / "docs" / "error-runtime.png"
 WORKERS, KS, FIRST_K = 8, (1, 2, 4, 8), 1
 VARIANTS = ("k_sync", "k_async")
 CLUSTER = Cluster(WORKERS, Exponential(1.0))
@@ -64,7 +64,7 @@ def problem(settings: Settings, seed: int = 0, every: int = 1) -> Logistic:
     )
 
 
-def least_loss(settings: Settings, steps: int = 4000) -> float:
+def least_loss(settings: Settings, steps: int) -> float:
     """What full-batch descent with momentum ends at: the error is counted from here."""
     learner = problem(settings)
     velocity = np.zeros_like(learner.parameters)
@@ -83,12 +83,11 @@ def run(settings: Settings, floor: float, variant: str, k: int | None, seed: int
     """Mean error in each time bin of one run; K None is AdaSync."""
     first = FIRST_K if k is None else k
     quickest = order_statistic(CLUSTER.compute, first, WORKERS)
+    adaptive = {"variant": variant, "k0": first, "interval": settings.seconds / 200.0}
     result = simulate(
         "adasync" if k is None else variant,
         CLUSTER,
-        k=first,
-        variant=variant,
-        interval=settings.seconds / 200.0,
+        **(adaptive if k is None else {"k": first}),
         updates=int(1.1 * settings.seconds / quickest) + 1,
         seed=seed,
         learner=problem(settings, seed, every=16 // first),
@@ -183,21 +182,22 @@ def main() -> int:
     parser.add_argument("--penalty", type=float, default=Settings.penalty)
     parser.add_argument("--jobs", type=int, default=1, help="processes to use")
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    parser.add_argument("--output", type=Path, default=ROOT / "reports")
-    args = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=REPORTS)
+    args = options(parser, seconds=40.0, seeds=1)
     settings = Settings(args.seconds, args.seeds, args.learning_rate, args.batch, args.penalty)
-    floor = least_loss(settings)
+    floor = least_loss(settings, steps=100 if args.smoke else 4000)
     with ProcessPoolExecutor(args.jobs) as pool:
         found = {variant: curves(settings, floor, variant, pool.map) for variant in VARIANTS}
     verdicts = {variant: verdict(lines) for variant, lines in found.items()}
-    draw(settings, found, args.picture)
-    args.output.mkdir(parents=True, exist_ok=True)
     content = {"command": COMMAND, "settings": vars(settings), "verdicts": verdicts}
-    (args.output / "error_runtime.json").write_text(json.dumps(content, indent=2) + "\n")
     text = report(settings, verdicts)
-    (args.output / "error_runtime.md").write_text(text)
+    with output(args) as folder:
+        draw(settings, found, folder / PICTURE.name if args.smoke else args.picture)
+        (folder / "error_runtime.json").write_text(json.dumps(content, indent=2) + "\n")
+        (folder / "error_runtime.md").write_text(text)
     print(text)
-    return 0 if all(synchrony_grows(found["leader_by_time"]) for found in verdicts.values()) else 1
+    grows = all(synchrony_grows(verdict["leader_by_time"]) for verdict in verdicts.values())
+    return 0 if grows or args.smoke else 1
 
 
 if __name__ == "__main__":

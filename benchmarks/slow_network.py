@@ -9,63 +9,76 @@ sudo python -m benchmarks.slow_network --report
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Case, every_rank, report, table
+from benchmarks.harness import (
+    ROOT,
+    SMOKE_RANKS,
+    Case,
+    Launch,
+    environment,
+    every_rank,
+    options,
+    report,
+    results,
+    table,
+    worker,
+)
 from benchmarks.network import address, network
 
 RANKS = 4
 
 
-def launch(cases: list[Case], rate: str) -> list[list[Any]]:
-    """Every rank's results, [case][rank], one process per namespace."""
-    with network(RANKS, rate) as names, tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "cases.json")
-        file.write_text(json.dumps(cases))
-        program = [sys.executable, "-m", "benchmarks.worker", str(file), folder]
+def launch(cases: list[Case], rate: str, smoke: bool) -> Launch:
+    """Every rank's results, one process per namespace; DDP must come last."""
+    count = SMOKE_RANKS if smoke else RANKS
+    with network(count, rate) as names, tempfile.TemporaryDirectory() as folder:
+        program = [sys.executable, *worker(cases, folder, smoke)]
+        logs = [Path(folder, f"{name}.txt") for name in names]
         ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *program],
-                cwd=ROOT,
-                env=environment(rank),
-                stdout=subprocess.DEVNULL,
-                stderr=open(Path(folder, f"{name}.txt"), "w"),  # noqa: SIM115  # goes with the folder
-            )
+            start(["ip", "netns", "exec", name, *program], rank, count, logs[rank])
             for rank, name in enumerate(names)
         ]
-        try:
-            codes = [process.wait(timeout=600) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-        if any(codes):
-            sys.exit("".join(Path(folder, f"{name}.txt").read_text()[-2000:] for name in names))
-        found = [json.loads(Path(folder, f"rank-{r}.json").read_text()) for r in range(RANKS)]
-    return [list(results) for results in zip(*found, strict=True)]
+        if not succeed(ranks):
+            sys.exit("".join(log.read_text()[-2000:] for log in logs))
+        return results(folder, count)
 
 
-def environment(rank: int) -> dict[str, str]:
-    """What torchrun would set, with the addresses of the namespaces."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": address(0),
-        "MASTER_PORT": "29477",
-        "TORCHELASTIC_RUN_ID": "slow-network",
-        "GLOO_SOCKET_IFNAME": "eth0",  # for the rival
-    }
+def start(line: list[str], rank: int, ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """One rank, told what torchrun would tell it, with the addresses of the namespaces."""
+    told = environment(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR=address(0),
+        MASTER_PORT="29477",
+        TORCHELASTIC_RUN_ID="slow-network",
+        GLOO_SOCKET_IFNAME="eth0",  # DDP would go by the name that all hosts share
+    )
+    with log.open("w") as errors:
+        return subprocess.Popen(line, cwd=ROOT, env=told, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def succeed(ranks: list[subprocess.Popen[bytes]], seconds: float = 600) -> bool:
+    """Wait for all of them, or for the first that fails: the others could only wait for it."""
+    last = time.monotonic() + seconds
+    try:
+        while time.monotonic() < last and not any(process.poll() for process in ranks):
+            if all(process.poll() == 0 for process in ranks):
+                return True
+            time.sleep(0.1)
+        return False
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 RIVALS: dict[str, Case] = {
@@ -81,7 +94,7 @@ def main() -> None:
     parser.add_argument("--compute", type=float, nargs="+", default=[0.1, 0.25, 0.4])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--report", action="store_true")
-    given: Any = parser.parse_args()
+    given: Any = options(parser, rate="1gbit", compute=[0.01])
     common: Case = {"widths": [512, 512], "batch": 16, "warm_up": 4, "steps": given.steps}
     bare = {**common, **RIVALS["backup_workers, backups=0"]}
     paces = [
@@ -89,7 +102,8 @@ def main() -> None:
         for rival in RIVALS.values()
         for seconds in given.compute
     ]
-    found = [results[0]["per_update"] for results in launch([bare, *paces], given.rate)]
+    ranks = launch([bare, *paces], given.rate, given.smoke)
+    found = [first["per_update"] for first, *_ in ranks]
     text, data = summary(found[0], found[1:], given)
     command = (
         f"python -m benchmarks.slow_network --rate {given.rate} --steps {given.steps} --report"

@@ -58,9 +58,9 @@ class Clock(pl.Callback):
             self.updates, self.ended = self.updates + 1, now
         round_ = getattr(trainer.strategy, "last_round", None)
         self.used += sum(round_.batches) if round_ is not None else trainer.world_size
-        exchange = getattr(trainer.strategy, "_exchange", None)
-        if exchange is not None:
-            self.exchange.append(getattr(exchange, "exchange_seconds", 0.0))
+        desk = getattr(trainer.strategy, "_desk", None)
+        if desk is not None:
+            self.exchange.append(desk.exchange_seconds)
         if self.gradients is not None and self.used >= self.gradients:
             trainer.should_stop = True
 
