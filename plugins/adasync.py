@@ -132,6 +132,7 @@ class AdaSyncStrategy(KFamilyStrategy):
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
+        max_lag_mb: The same in MiB of gradients that wait at a rank, and never fewer than 4.
         rounds_per_epoch: Updates per epoch. Default: one batch of every rank per update.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
         nonfinite: When a rank's gradient holds a NaN or an infinity: 'raise' ends the run on all
@@ -157,6 +158,7 @@ class AdaSyncStrategy(KFamilyStrategy):
         backend: BackendName = "auto",
         timeout: float = 300.0,
         max_lag: int = 64,
+        max_lag_mb: int = 1024,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
         nonfinite: NonFinite = "raise",
@@ -183,6 +185,7 @@ class AdaSyncStrategy(KFamilyStrategy):
             backend=backend,
             timeout=timeout,
             max_lag=max_lag,
+            max_lag_mb=max_lag_mb,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
             nonfinite=nonfinite,

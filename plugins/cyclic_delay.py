@@ -161,6 +161,7 @@ class CyclicDelayStrategy(RoundsStrategy):
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
+        max_lag_mb: The same in MiB of gradients that wait at a rank, and never fewer than 4.
         rounds_per_epoch: Updates per epoch. Default: as many as use the data about once, taking
             half the number of workers for the mini-batches of a dynamic turn.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
@@ -184,6 +185,7 @@ class CyclicDelayStrategy(RoundsStrategy):
         backend: BackendName = "auto",
         timeout: float = 300.0,
         max_lag: int = 64,
+        max_lag_mb: int = 1024,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
         nonfinite: NonFinite = "raise",
@@ -194,6 +196,7 @@ class CyclicDelayStrategy(RoundsStrategy):
             backend=backend,
             timeout=timeout,
             max_lag=max_lag,
+            max_lag_mb=max_lag_mb,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
             nonfinite=nonfinite,

@@ -250,6 +250,7 @@ class KSyncStrategy(KFamilyStrategy):
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
+        max_lag_mb: The same in MiB of gradients that wait at a rank, and never fewer than 4.
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
@@ -273,6 +274,7 @@ class KSyncStrategy(KFamilyStrategy):
         backend: BackendName = "auto",
         timeout: float = 300.0,
         max_lag: int = 64,
+        max_lag_mb: int = 1024,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
         nonfinite: NonFinite = "raise",
@@ -284,6 +286,7 @@ class KSyncStrategy(KFamilyStrategy):
             backend=backend,
             timeout=timeout,
             max_lag=max_lag,
+            max_lag_mb=max_lag_mb,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
             nonfinite=nonfinite,
@@ -302,6 +305,7 @@ class KBatchSyncStrategy(KSyncStrategy):
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
+        max_lag_mb: The same in MiB of gradients that wait at a rank, and never fewer than 4.
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
@@ -330,6 +334,7 @@ class KAsyncStrategy(KFamilyStrategy):
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
+        max_lag_mb: The same in MiB of gradients that wait at a rank, and never fewer than 4.
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.
@@ -353,6 +358,7 @@ class KAsyncStrategy(KFamilyStrategy):
         backend: BackendName = "auto",
         timeout: float = 300.0,
         max_lag: int = 64,
+        max_lag_mb: int = 1024,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
         nonfinite: NonFinite = "raise",
@@ -366,6 +372,7 @@ class KAsyncStrategy(KFamilyStrategy):
             backend=backend,
             timeout=timeout,
             max_lag=max_lag,
+            max_lag_mb=max_lag_mb,
             rounds_per_epoch=rounds_per_epoch,
             trace=trace,
             nonfinite=nonfinite,
@@ -386,6 +393,7 @@ class KBatchAsyncStrategy(KAsyncStrategy):
         backend: Collectives: 'horovod', 'torch', or 'auto' for what the launcher implies.
         timeout: Seconds after which a rank that does not come or answer ends the run, by name.
         max_lag: Updates a rank may be behind before the others wait for it.
+        max_lag_mb: The same in MiB of gradients that wait at a rank, and never fewer than 4.
         rounds_per_epoch: Updates per epoch. Default: as many as use the data once, all ranks
             together.
         trace: Directory for a record of all events and decisions, for the simulator and planner.

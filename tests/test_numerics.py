@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_dsgd.control.trace import read_trace
 from lightning_dsgd.exchange.damping import damping_factor
@@ -175,7 +176,7 @@ def test_distance_damping_shrinks_far_updates(trained: Path) -> None:
     for round_ in ranks[0]["rounds"]:
         gradient = gradient_of(round_, ranks, mean=True, weight=lambda age: 1.0)
         square = max(float(((history[-1] - history[v]) ** 2).sum()) for v in round_.versions)
-        factors.append(damping_factor(square, 1e-4, LR))
+        factors.append(float(damping_factor(torch.tensor(square), 1e-4, LR)))
         momentum = MOMENTUM * momentum + gradient * factors[-1]
         history.append(history[-1] - LR * momentum)
     assert min(factors) < 1.0

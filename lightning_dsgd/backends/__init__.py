@@ -12,11 +12,12 @@ Nothing outside this package imports horovod.
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib.util
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.backends.seal import Seal, this_seal
+from lightning_dsgd.backends.streams import LONGEST_LOOK, Mark, happened
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import BackendError, RoundTimeoutError, RunError
 
@@ -33,7 +35,7 @@ Edge = tuple[int, int]
 """Two ranks that exchange on their own, the lower one first."""
 
 _SHORTEST_SLEEP = 1e-4
-_LONGEST_SLEEP = 5e-3
+LONGEST_SLEEP = 5e-3
 _SLEEP_SHARE = 0.1
 """A wait sleeps a tenth of the time it has lasted: late by 10 %, and next to no wake-ups."""
 
@@ -45,7 +47,12 @@ _NAMING_PATIENCE = 8.0
 
 
 class Channel(abc.ABC):
-    """Blocking collectives for one thread. All of them work in place on contiguous tensors."""
+    """Collectives for one thread. All of them work in place on contiguous tensors.
+
+    On the host's memory they block until they are done. On a device's they are queued on the
+    thread's current stream: what it queues afterwards comes after them, and `wait_for` waits for
+    them. Memory of a device that the channel cannot reach goes through the host's.
+    """
 
     def __init__(
         self, name: str, rank: int, world_size: int, alarm: Alarm, timeout: float, seal: Seal
@@ -58,7 +65,11 @@ class Channel(abc.ABC):
         self.timeout = timeout
 
     @abc.abstractmethod
-    def sum_(self, tensor: Tensor) -> None:
+    def reaches(self, device: torch.device) -> bool:
+        """Are there collectives for this device's memory?"""
+
+    @abc.abstractmethod
+    def _sum(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks."""
 
     @abc.abstractmethod
@@ -69,17 +80,41 @@ class Channel(abc.ABC):
     def _gather(self, data: Tensor) -> Tensor:
         """All ranks' bytes, a row each."""
 
+    def sum_(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over all ranks."""
+        with self._reachable(tensor) as memory:
+            self._sum(memory)
+
     def broadcast_(self, tensor: Tensor, root: int) -> None:
         """Replace the tensor by the root's, whatever its type."""
         if tensor.numel():
-            self._broadcast(_bytes_of(tensor), root)
+            with self._reachable(tensor) as memory:
+                self._broadcast(_bytes_of(memory), root)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors of one shape and any type, stacked along a new first dimension."""
+        """All ranks' tensors of one shape and any type, stacked along a new first dimension.
+
+        They are on this rank's device, wherever they come from.
+        """
         if not tensor.numel():
             return tensor.new_empty((self.world_size, *tensor.shape))
-        rows = self._gather(_bytes_of(tensor))
+        memory = tensor if self.reaches(tensor.device) else tensor.cpu()
+        rows = self._gather(_bytes_of(memory)).to(tensor.device)
         return rows.view(tensor.dtype).reshape(self.world_size, *tensor.shape)
+
+    @contextlib.contextmanager
+    def _reachable(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The tensor itself, or a copy in the host's memory that is written back."""
+        if self.reaches(tensor.device):
+            yield tensor
+        else:
+            copy = tensor.cpu()
+            yield copy
+            tensor.copy_(copy)
+
+    def wait_for(self, mark: Mark) -> None:
+        """Until a device has done what was queued before the mark; looks at it now and then."""
+        self.poll(lambda: happened(mark), longest=LONGEST_LOOK)
 
     def close(self) -> None:
         """No rank will use it again: give back what it holds."""
@@ -129,7 +164,7 @@ class Channel(abc.ABC):
         data = self.broadcast_bytes(pickle.dumps(value) if self.rank == root else b"", root)
         return value if self.rank == root else pickle.loads(data)
 
-    def poll(self, done: Callable[[], bool]) -> None:
+    def poll(self, done: Callable[[], bool], longest: float = LONGEST_SLEEP) -> None:
         """Look now and then until it is done, the alarm rings, or time is up."""
         start = time.monotonic()
         while not done():
@@ -137,7 +172,7 @@ class Channel(abc.ABC):
             waited = time.monotonic() - start
             if waited > self.timeout:
                 self.alarm.ring(self.late())
-            time.sleep(min(max(waited * _SLEEP_SHARE, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+            time.sleep(min(max(waited * _SLEEP_SHARE, _SHORTEST_SLEEP), longest))
 
     def late(self) -> RunError:
         """The error of an operation that did not end in time."""
@@ -197,8 +232,12 @@ class Backend(abc.ABC):
         """All ranks' cards, in rank order: a collective for which no channel is needed yet."""
 
     @abc.abstractmethod
-    def channel(self, name: str, patience: float = 1.0) -> Channel:
-        """Open a channel; a collective operation itself. It waits `patience` times `timeout`."""
+    def channel(self, name: str, patience: float = 1.0, on_device: bool = False) -> Channel:
+        """Open a channel; a collective operation itself. It waits `patience` times `timeout`.
+
+        Only an exchange's channel is `on_device`: what a device's libraries do on two of theirs at
+        a time must come in the same order on all ranks, and nobody could promise that.
+        """
 
     @abc.abstractmethod
     def pairs(self) -> dict[int, Channel]:

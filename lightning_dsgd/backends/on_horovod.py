@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
+from lightning_dsgd.backends import LONGEST_SLEEP, MEETING_SECONDS, Backend, Channel, Edge
 from lightning_dsgd.backends.hosts import address_of, leaves_host
+from lightning_dsgd.backends.streams import LONGEST_LOOK
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import BackendError, RunError
 
@@ -157,7 +158,8 @@ class HorovodBackend(Backend):
         """A start takes its time, however short `timeout` is."""
         return self.channel("meeting", patience=max(1.0, MEETING_SECONDS / self.timeout))
 
-    def channel(self, name: str, patience: float = 1.0) -> Channel:
+    def channel(self, name: str, patience: float = 1.0, on_device: bool = False) -> Channel:
+        """Horovod's one thread puts what all channels do into one order."""
         return HorovodChannel(name, self, self.timeout * patience)
 
     def pairs(self) -> dict[int, Channel]:
@@ -197,29 +199,36 @@ class HorovodChannel(Channel):
         self._members = members or self.hvd.global_process_set
         self._prefix = f"{backend.prefix}.{name}"
 
-    def sum_(self, tensor: Tensor) -> None:
+    def reaches(self, device: torch.device) -> bool:
+        return device.type == "cpu" or (device.type == "cuda" and self.hvd.nccl_built())
+
+    def _sum(self, tensor: Tensor) -> None:
         add, members = self.hvd.Sum, self._members
         self._finish(
+            tensor,
             "sum",
             lambda name: self.hvd.allreduce_async_(tensor, name=name, op=add, process_set=members),
         )
 
     def _broadcast(self, data: Tensor, root: int) -> None:
-        self._finish("broadcast", lambda name: self.hvd.broadcast_async_(data, root, name=name))
+        self._finish(
+            data, "broadcast", lambda name: self.hvd.broadcast_async_(data, root, name=name)
+        )
 
     def _gather(self, data: Tensor) -> Tensor:
         row = data.unsqueeze(0)
         result: Tensor = self._finish(
-            "gather", lambda name: self.hvd.allgather_async(row, name=name)
+            data, "gather", lambda name: self.hvd.allgather_async(row, name=name)
         )
         return result
 
-    def _finish(self, kind: str, start: Any) -> Any:
+    def _finish(self, tensor: Tensor, kind: str, start: Any) -> Any:
+        """Horovod's device operations wait for what the thread's current stream holds, no other."""
         self.alarm.check()
         try:
             with torch.inference_mode(False):
                 handle = start(f"{self._prefix}.{kind}")
-                self._wait(handle)
+                self._wait(handle, tensor.device)
                 return self.hvd.synchronize(handle)
         except RuntimeError as error:
             if error is self.alarm.error:
@@ -228,10 +237,11 @@ class HorovodChannel(Channel):
         except ValueError as error:  # how Horovod reports an engine that has shut down
             raise self.broken(error) from error
 
-    def _wait(self, handle: int) -> None:
+    def _wait(self, handle: int, device: torch.device) -> None:
         global _generation
+        longest = LONGEST_SLEEP if device.type == "cpu" else LONGEST_LOOK
         try:
-            self.poll(lambda: self.hvd.poll(handle))
+            self.poll(lambda: self.hvd.poll(handle), longest)
         except RunError:
             _generation += 1
             raise

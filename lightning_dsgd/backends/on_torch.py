@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,8 @@ from torch import Tensor
 
 from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
 from lightning_dsgd.backends.hosts import Place, reachable_address, this_place
+from lightning_dsgd.backends.on_devices import first_used, maker_for
+from lightning_dsgd.backends.streams import Mark
 from lightning_dsgd.backends.wires import Wires, open_sockets
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import ConfigurationError, RoundTimeoutError, RunError
@@ -100,29 +102,32 @@ class TorchBackend(Backend):
         cards = self.introduce(msgspec.json.encode(own))
         return reachable_address(own, [msgspec.json.decode(card, type=Place) for card in cards])
 
-    def channel(self, name: str, patience: float = 1.0) -> Channel:
+    def channel(self, name: str, patience: float = 1.0, on_device: bool = False) -> Channel:
         self._opened += 1
-        return self._open(name, self.rank, self.world_size, self.timeout * patience)
+        return self._open(name, self.rank, self.world_size, self.timeout * patience, on_device)
 
     def pairs(self) -> dict[int, Channel]:
         """A group of two per edge: the wait of a send or receive could not be interrupted."""
         self._opened += 1
         return {
-            partner: self._open(f"pair {a} and {b}", (a, b).index(self.rank), 2, self.timeout * 2)
+            partner: self._open(
+                f"pair {a} and {b}", (a, b).index(self.rank), 2, self.timeout * 2, True
+            )
             for partner, (a, b) in self.partners()
         }
 
-    def _open(self, name: str, rank: int, size: int, timeout: float) -> Channel:
+    def _open(self, name: str, rank: int, size: int, timeout: float, on_device: bool) -> Channel:
         store = dist.PrefixStore(f"{name}-{self._opened}", self._store)
         groups: dict[str, Any] = {}
-        wires = self._interruptibly(
-            lambda: groups.update(cpu=self._gloo(store, rank, size, timeout)), timeout
-        )
-        if self._device.type == "cuda" and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=timeout)
-            cuda = dist.PrefixStore("cuda", store)
-            groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, options)
+
+        def connect() -> None:
+            groups["cpu"] = self._gloo(store, rank, size, timeout)
+            make = maker_for(self._device) if on_device else None
+            if make is not None:
+                own = dist.PrefixStore(self._device.type, store)
+                groups[self._device.type] = first_used(make(own, rank, size, timeout), self._device)
+
+        wires = self._interruptibly(connect, timeout)
         channel = TorchChannel(name, groups, self, timeout, wires)
         self._channels.append(channel)
         return channel
@@ -197,15 +202,20 @@ class TorchChannel(Channel):
         """An operation has been started and has not ended."""
         self._wires = wires
         self._pending: Any = None
-        self.stream = torch.cuda.Stream(backend._device) if "cuda" in groups else None
+        self._queued: list[Any] = []
+        """Operations that a device has not ended yet."""
 
     def close(self) -> None:
         """End the groups' threads; not in an operation."""
         if not self.busy:
-            self.groups = {}
+            groups, self.groups = self.groups, {}
+            for group in _on_devices(groups):
+                group.shutdown()
 
     def cut(self) -> None:
         """End the operation under way, if any, by its connections, and then the groups."""
+        for group in _on_devices(self.groups):
+            group.abort()
         self._wires.cut()
         if self._pending is not None:
             with contextlib.suppress(RuntimeError):  # as it should
@@ -215,7 +225,10 @@ class TorchChannel(Channel):
             _abandoned.append((self.groups, self._pending))
         self.groups, self._pending = {}, None
 
-    def sum_(self, tensor: Tensor) -> None:
+    def reaches(self, device: torch.device) -> bool:
+        return device.type in self.groups
+
+    def _sum(self, tensor: Tensor) -> None:
         self._finish(tensor, lambda group: group.allreduce([tensor]))
 
     def _broadcast(self, data: Tensor, root: int) -> None:
@@ -230,27 +243,33 @@ class TorchChannel(Channel):
 
     def _finish(self, tensor: Tensor, start: Callable[[Any], Any]) -> None:
         self.alarm.check()
-        group = self.groups.get(tensor.device.type, self.groups["cpu"])
-        try:
-            if tensor.is_cuda:
-                self._on_stream(group, start)
+        group = self.groups[tensor.device.type]
+        with self._naming_culprits():
+            work = start(group)
+            if tensor.device.type == "cpu":
+                self._wait(work)
             else:
-                self._wait(start(group))
+                self.busy = True
+                work.wait()  # the thread's current stream waits, the host goes on
+                self._queued.append(work)
+
+    def wait_for(self, mark: Mark) -> None:
+        with self._naming_culprits():
+            super().wait_for(mark)
+            queued, self._queued = self._queued, []
+            errors = [work.exception() for work in queued]
+            for error in filter(None, errors):
+                raise RuntimeError(str(error))
+        self.busy = False
+
+    @contextlib.contextmanager
+    def _naming_culprits(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if error is self.alarm.error:
                 raise
             raise self.broken(error) from error
-
-    def _on_stream(self, group: Any, start: Callable[[Any], Any]) -> None:
-        """What was queued for the tensor comes first; the result is there on return."""
-        assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            start(group).wait()  # in the stream: the host goes on
-        done = self.stream.record_event()
-        self.busy = True
-        self.poll(done.query)
-        self.busy = False
 
     def _wait(self, work: Any) -> None:
         """Sleep until the operation ends or the alarm rings: the group's own thread wakes us."""
@@ -273,6 +292,10 @@ class TorchChannel(Channel):
         self.alarm.check()
         self.alarm.ring(self.late())
         self.alarm.check()
+
+
+def _on_devices(groups: dict[str, Any]) -> Iterable[Any]:
+    return [group for kind, group in groups.items() if kind != "cpu"]
 
 
 def _store(address: str, port: int, rank: int, world_size: int, patience: float) -> dist.Store:

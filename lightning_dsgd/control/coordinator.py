@@ -249,7 +249,7 @@ class Coordinator:
             if self._trace is not None:
                 self._trace.decision(now, decision)
             if isinstance(decision, Held):
-                self._warn(f"round {decision.number} waits: {decision.reason} (max_lag)")
+                self._warn(f"round {decision.number} waits: {decision.reason}")
             elif isinstance(decision, (KChanged, Said)):
                 self._warn(decision.reason)
             elif isinstance(decision, (Round, Passed)):

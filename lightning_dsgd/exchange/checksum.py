@@ -16,20 +16,20 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @torch.no_grad()
-def checksum(parameters: Iterable[Tensor]) -> int:
+def checksum(parameters: Iterable[Tensor]) -> Tensor:
     """Whatever single bit differs, it differs: every tensor's bits are summed, and weighed oddly.
 
-    Sums wrap around. On a GPU the host waits for it once.
+    Sums wrap around. One number, on the parameters' device.
     """
     sums = [_words(parameter).sum() for parameter in parameters]
     together = torch.stack([part.to(sums[0].device) for part in sums])
     weights = torch.arange(len(sums), device=together.device) * 2 + 1
-    return int((together * weights).sum())
+    return (together * weights).sum()
 
 
 def require_same(channel: Channel, version: int, parameters: Iterable[Tensor]) -> None:
     """Compare with all other ranks; collective. What differs is raised on every rank."""
-    checksums = channel.gather(torch.tensor([checksum(parameters)])).flatten().tolist()
+    checksums = channel.gather(checksum(parameters).reshape(1)).flatten().tolist()
     found = difference(version, dict(enumerate(checksums)))
     if found is not None:
         with contextlib.suppress(RunError):  # who knows it first would end the others' gathering

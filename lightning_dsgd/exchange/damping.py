@@ -71,18 +71,17 @@ class DistanceDamping:
         version = update.round.number - 1
         self.remember(version)
         now = self._history[version]
-        squares = [
-            float((now - self._history[v]).square().sum())
-            for v in set(update.round.versions)
-            if v in self._history
-        ]
+        ages = {v for v in update.round.versions if v in self._history and v < version}
+        if not ages:
+            return
+        squares = [(now - self._history[v]).square().sum() for v in sorted(ages)]
         rate = float(optimizer.param_groups[0]["lr"])
-        factor = damping_factor(max(squares, default=0.0), self._constant, rate)
-        if factor < 1.0:
-            for buffer in update.gradient:
-                buffer.mul_(factor)
+        factor = damping_factor(torch.stack(squares).amax(), self._constant, rate)
+        for buffer in update.gradient:
+            buffer.mul_(factor)
 
 
-def damping_factor(square: float, constant: float, rate: float) -> float:
-    """min(C/d², η_max) as a multiple of η_max."""
-    return 1.0 if square * rate <= constant else constant / (square * rate)
+def damping_factor(square: Tensor, constant: float, rate: float) -> Tensor:
+    """min(C/d², η_max) as a multiple of η_max; the device works it out, and no host waits."""
+    far = square * rate
+    return torch.where(far <= constant, torch.ones_like(far), constant / far)

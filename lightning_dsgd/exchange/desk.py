@@ -14,8 +14,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from lightning_dsgd.backends.streams import Mark, Streams, look_until
 from lightning_dsgd.control.link import Control, Wait
-from lightning_dsgd.exchange.gradients import Flat, FlatGradients, FlatLayout, FlatPool
+from lightning_dsgd.exchange.gradients import Flat, FlatGradients, FlatLayout
+from lightning_dsgd.exchange.pool import FlatPool
 from lightning_dsgd.workers.machine import (
     Action,
     Cancel,
@@ -42,8 +44,11 @@ class Update(msgspec.Struct):
 class Desk:
     """One rank's part in all rounds of a run, as far as its memory and its decisions go."""
 
-    def __init__(self, machine: WorkerMachine, control: Control, layout: FlatLayout) -> None:
+    def __init__(
+        self, machine: WorkerMachine, control: Control, layout: FlatLayout, streams: Streams
+    ) -> None:
         self.machine = machine
+        self.streams = streams
         self.waited = 0.0
         """Seconds that the training thread has spent waiting here."""
         self.exchange_seconds = 0.0
@@ -57,13 +62,13 @@ class Desk:
         self._pending: dict[int, Flat] = {}
         self._updates: deque[Update] = deque()
         self._applied: Flat | None = None
+        self._accumulated: Flat | None = None
         self._lay_out(layout)
-        self._accumulated = self.pool.zeroed()
         control.alarm.listen(self._wake)
 
     def _lay_out(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self.pool = FlatPool(layout)
+        self.pool = FlatPool(layout, self.streams)
         self._gradients = FlatGradients(layout)
 
     def close(self) -> None:
@@ -106,20 +111,37 @@ class Desk:
 
     def receive(self) -> None:
         """From now on `.grad` is what this rank accumulates into."""
+        self._retire()
+        if self._accumulated is None:
+            self._accumulated = self.pool.zeroed()
         self._gradients.attach(self._accumulated)
 
     def collect(self) -> None:
         """Take in gradients that were replaced where they should have been written to."""
-        self._gradients.collect(self._accumulated)
+        self._gradients.collect(self.accumulated)
 
     @property
     def accumulated(self) -> Flat:
-        """What this rank has not published yet."""
+        """What this rank has not published yet; there from `receive` on."""
+        assert self._accumulated is not None
         return self._accumulated
+
+    def _retire(self) -> None:
+        """The update taken last has been applied: its memory may be used again."""
+        if self._applied is not None:
+            self.pool.give_back(self._applied)
+            self._applied = None
+
+    def await_gradient(self, mark: Mark) -> bool:
+        """Until the device has computed it so far; False if it is to be given up before that."""
+        if look_until(mark, self.cancelled.wait):
+            return True
+        self._control.alarm.check()
+        return False
 
     def discard(self) -> None:
         """Half a gradient is none, and spoils what it was being added to."""
-        for buffer in self._accumulated:
+        for buffer in self.accumulated:
             buffer.zero_()
 
     def next(self) -> Wait:
@@ -150,9 +172,8 @@ class Desk:
                 self._changed.wait(wait.check())
             update = self._updates.popleft()
         self.waited += time.monotonic() - began
-        if self._applied is not None:
-            self.pool.give_back(self._applied)
-        self._applied = update.gradient
+        self._retire()
+        self._applied = update.gradient.take_up(self.streams)
         self._gradients.attach(update.gradient)
         return update
 
@@ -161,9 +182,18 @@ class Desk:
         old = self.layout
         with self._changed:
             self._lay_out(layout)
-            self._applied = None
-            self._accumulated = layout.carry(self._accumulated, old)
-            self._pending = {seq: layout.carry(flat, old) for seq, flat in self._pending.items()}
+            if self._applied is not None:
+                self._applied.part_with(self.streams)
+                self._applied = None
+            if self._accumulated is not None:
+                self._accumulated = self._carried(self._accumulated, old)
+            self._pending = {seq: self._carried(flat, old) for seq, flat in self._pending.items()}
+
+    def _carried(self, flat: Flat, old: FlatLayout) -> Flat:
+        new = self.layout.carry(flat.take_up(self.streams), old, onto=self.pool.zeroed())
+        flat.part_with(self.streams)
+        new.hand_over(self.streams)
+        return new
 
     def _run_errands(self) -> None:
         while self._errands:
@@ -171,12 +201,13 @@ class Desk:
             if isinstance(errand, Tell):
                 self._control.announce(errand.applied)
             else:
-                self.publish(self._accumulated, errand.contribution)
+                self.publish(self.accumulated, errand.contribution)
                 self._gradients.detach()
-                self._accumulated = self.pool.zeroed()
+                self._accumulated = None
 
     def publish(self, flat: Flat, contribution: Contribution) -> None:
         """Hand a gradient over; its buffers belong to the rounds from now on."""
+        flat.hand_over(self.streams)
         with self._changed:
             self._pending[contribution.seq] = flat
         self._control.announce(
@@ -193,7 +224,7 @@ class Desk:
         seqs = tuple(seq for seq, _ in own)
         with self._changed:
             self._feed(Decided(decision.number, seqs, decision.token))
-            return [(self._pending.pop(seq), age) for seq, age in own]
+            return [(self._pending.pop(seq).take_up(self.streams), age) for seq, age in own]
 
     def executed(self, update: Update, seconds: float) -> None:
         """It is there to be taken."""
@@ -206,7 +237,7 @@ class Desk:
         """No round will use it: its memory is free again."""
         with self._changed:
             self._feed(decision)
-            self.pool.give_back(self._pending.pop(decision.seq))
+            self.pool.give_back(self._pending.pop(decision.seq).take_up(self.streams))
 
     def heard(self, decision: Passed | Again) -> None:
         """The token has moved; or another gradient is wanted."""

@@ -26,16 +26,19 @@ def check_nonfinite(choice: object) -> None:
 
 
 @torch.no_grad()
-def loss_and_finiteness(loss: Tensor, parts: Sequence[Tensor]) -> tuple[float, bool]:
-    """The loss as a number, and whether all of a gradient's parts are finite.
-
-    Both with one look at the device: on a GPU the host waits for the loss anyway.
-    """
+def sums(loss: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The loss, and each part's sum: what has to be read to know whether all of them are finite."""
     wide = torch.float64 if loss.dtype == torch.float64 else torch.float32
-    sums = [_sum(part).to(loss.device, wide) for part in parts]
-    number, *totals = torch.stack([loss.detach().sum().to(wide), *sums]).tolist()
+    each = [_sum(part).to(loss.device, wide) for part in parts]
+    return torch.stack([loss.detach().sum().to(wide), *each])
+
+
+@torch.no_grad()
+def loss_and_finiteness(numbers: Sequence[float], parts: Sequence[Tensor]) -> tuple[float, bool]:
+    """By what `sums` has told; a device is asked again only where a sum is suspicious."""
+    loss, *totals = numbers
     fine = all(math.isfinite(total) for total in totals) or all(map(_all_finite, parts))
-    return number, fine
+    return loss, fine
 
 
 def not_finite(rank: int, update: int, loss: float) -> NonFiniteError:

@@ -15,13 +15,15 @@ deadlock.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 import torch
 
 from lightning_dsgd.backends import Channel
+from lightning_dsgd.backends.streams import Streams
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.control.link import Control, Wait
 from lightning_dsgd.errors import RunError
@@ -32,37 +34,49 @@ _NAP_MS = 200
 
 
 class SharedModel:
-    """One rank's model, changed by two threads."""
+    """One rank's model, changed by two threads, each by a stream of its own on a device.
 
-    def __init__(self, flat: Flat) -> None:
+    What either queues waits for the other's last change or look. So the training thread comes here
+    only when its gradient is there: a partner would wait for whatever was queued before.
+    """
+
+    def __init__(self, flat: Flat, streams: Streams) -> None:
         self._flat = flat
+        self._streams = streams
+        flat.hand_over(streams)
         self._lock = threading.Lock()
         self._changes = 0
 
     @torch.no_grad()
     def read(self, out: Flat) -> int:
         """Copy the model; the number returned tells whether it has changed since."""
-        with self._lock:
-            _copy(self._flat, out)
+        with self._ours() as model:
+            _copy(model, out)
             return self._changes
 
     @torch.no_grad()
     def move(self, start: Flat, end: Flat, seen: int) -> None:
         """Add `end - start`, where `start` is what was read at `seen`; `end` is used up."""
-        with self._lock:
+        with self._ours() as model:
             if self._changes == seen:
-                _copy(end, self._flat)
+                _copy(end, model)
             else:
-                for model, origin, target in zip(self._flat, start, end, strict=True):
-                    model.add_(target.sub_(origin))
+                for buffer, origin, target in zip(model, start, end, strict=True):
+                    buffer.add_(target.sub_(origin))
             self._changes += 1
 
     @torch.no_grad()
     def replace(self, flat: Flat) -> None:
         """From now on the model is this one."""
-        with self._lock:
-            _copy(flat, self._flat)
+        with self._ours() as model:
+            _copy(flat, model)
             self._changes += 1
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[Flat]:
+        with self._lock:
+            yield self._flat.take_up(self._streams)
+            self._flat.hand_over(self._streams)
 
 
 def _copy(source: Flat, target: Flat) -> None:
@@ -104,6 +118,7 @@ class GossipExchange:
         model: SharedModel,
         buffers: Callable[[], Flat],
         alarm: Alarm,
+        streams: Streams,
         *,
         active: bool,
         timeout: float,
@@ -113,6 +128,7 @@ class GossipExchange:
         self._pairs = pairs
         self._control = control
         self._alarm = alarm
+        self._streams = streams
         self._active = active
         self._timeout = timeout
         self.change_layout(model, buffers)
@@ -158,6 +174,7 @@ class GossipExchange:
         """Between two segments, when no pair is under way: from now on average this one."""
         self.model = model
         self._mine, self._sum = buffers(), buffers()
+        self._sum.hand_over(self._streams)
 
     def close(self) -> None:
         """End the thread; no pair may be under way any more, or the alarm must have rung."""
@@ -175,6 +192,11 @@ class GossipExchange:
     # ----------------------------------------------------------------- dsgd-gossip
 
     def _run(self) -> None:
+        self._streams.enter()
+        with self._streams.own():
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             while not self._closing and self._alarm.error is None:
                 if self._control.rounds.poll(_NAP_MS):
@@ -193,14 +215,14 @@ class GossipExchange:
                 self._changed.notify_all()
 
     def _average(self, pair: Pair) -> None:
+        self._sum.take_up(self._streams)  # once, after they have been made
         seen = self.model.read(self._mine)
         _copy(self._mine, self._sum)
-        if self._sum[0].is_cuda:  # the channel works on a stream of its own
-            torch.cuda.current_stream(self._sum[0].device).synchronize()
         channel = self._pairs[pair.partner]
         for buffer in self._sum:
             channel.sum_(buffer)
             buffer.div_(2)
+        channel.wait_for(self._streams.mark())
         self.model.move(self._mine, self._sum, seen)
         with self._changed:
             self._count(pair)

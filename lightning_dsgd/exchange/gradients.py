@@ -6,15 +6,48 @@ optimizer by pointing `.grad` at it. Nothing is copied on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dsgd.backends.streams import Mark, Streams, happened
 from lightning_dsgd.errors import ConfigurationError
 
-Flat = list[Tensor]
-"""One buffer per dtype."""
+
+class Flat(list[Tensor]):
+    """A gradient, or a model, as flat memory: one buffer per dtype.
+
+    Two threads use it in turn: `hand_over`, then `take_up`.
+    """
+
+    __slots__ = ("mark", "views")
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        super().__init__(buffers)
+        self.mark: Mark = None
+        self.views: list[tuple[nn.Parameter, Tensor]] = []
+        """Each parameter's part, where it has served as the model's `.grad`."""
+
+    def hand_over(self, streams: Streams) -> Mark:
+        """The calling thread has queued all that it does with it."""
+        self.mark = streams.mark()
+        return self.mark
+
+    def take_up(self, streams: Streams) -> Flat:
+        """The calling thread's stream waits for whoever had it."""
+        streams.follow(self.mark)
+        return self
+
+    @property
+    def free(self) -> bool:
+        """Who had it is done with it."""
+        return happened(self.mark)
+
+    def part_with(self, streams: Streams) -> None:
+        """Its memory may go as soon as the calling thread's stream is done with it."""
+        for buffer in self:
+            streams.keep(buffer)
 
 
 class FlatLayout:
@@ -52,10 +85,12 @@ class FlatLayout:
 
     def zeros(self) -> Flat:
         """Fresh buffers, all zero."""
-        return [
-            torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
-            for (dtype, device), members in self._groups.items()
-        ]
+        return Flat(
+            [
+                torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
+                for (dtype, device), members in self._groups.items()
+            ]
+        )
 
     def views(self, flat: Flat) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of the buffers, shaped like it."""
@@ -88,7 +123,6 @@ class FlatGradients:
 
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
-        self._views: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def attach(self, flat: Flat) -> None:
         """From now on `.grad` is this memory."""
@@ -96,12 +130,8 @@ class FlatGradients:
             parameter.grad = view
 
     def _views_of(self, flat: Flat) -> list[tuple[nn.Parameter, Tensor]]:
-        views = self._views.get(id(flat))
-        if views is None or views[0][1]._base is not flat[0]:
-            if len(self._views) > 256:
-                self._views.clear()
-            views = self._views[id(flat)] = self.layout.views(flat)
-        return views
+        flat.views = flat.views or self.layout.views(flat)
+        return flat.views
 
     @torch.no_grad()
     def collect(self, flat: Flat) -> None:
@@ -116,25 +146,3 @@ class FlatGradients:
         """Nobody may write to what `.grad` was: it has been given away."""
         for parameter in self.layout.parameters:
             parameter.grad = None
-
-
-class FlatPool:
-    """Recycles buffers, so that a run allocates only as many as were ever in use at once."""
-
-    def __init__(self, layout: FlatLayout) -> None:
-        self._layout = layout
-        self._free: list[Flat] = []
-
-    def zeroed(self) -> Flat:
-        """Buffers full of zeros."""
-        try:
-            flat = self._free.pop()
-        except IndexError:
-            return self._layout.zeros()
-        for buffer in flat:
-            buffer.zero_()
-        return flat
-
-    def give_back(self, flat: Flat) -> None:
-        """These are not needed any more."""
-        self._free.append(flat)

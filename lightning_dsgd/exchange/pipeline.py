@@ -3,8 +3,9 @@
 Two threads meet here, under one condition variable: the training thread starts an exchange and
 later takes its result; the thread `dsgd-pipeline` carries it out. There is never more than one.
 
-What travels is converted to the wire's format, and back, by the training thread: on a GPU this
-keeps the order of its stream, and the other thread has nothing to do but the collective.
+What travels is converted to the wire's format, and back, by the training thread, in the order of
+its stream. On a device the exchange waits for the step's own mark there, and not for what is queued
+behind it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import threading
 import time
 from typing import Literal
 
-import msgspec
 import torch
 
 from lightning_dsgd.backends import Channel
+from lightning_dsgd.backends.streams import Moment, Streams, happened, look_until
 from lightning_dsgd.control.link import Control, Wait
 from lightning_dsgd.errors import RoundTimeoutError, RunError
 from lightning_dsgd.exchange.gradients import Flat
-from lightning_dsgd.workers.messages import Contribution
+from lightning_dsgd.workers.messages import Contribution, encode
 
 Wire = Literal["full", "bf16", "fp16"]
 WIRES: dict[str, torch.dtype | None] = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,11 +34,18 @@ _NAP_MS = 200
 class Pipeline:
     """One rank's end of it."""
 
-    def __init__(self, channel: Channel, control: Control, *, wire: Wire, version: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        control: Control,
+        streams: Streams,
+        *,
+        wire: Wire,
+        version: int,
+    ) -> None:
         self.busy_seconds = 0.0
         """From the start of each exchange until its end, all of them together."""
-        self.waited_seconds = 0.0
-        """The part of it that the training thread spent waiting."""
+        self._waited = 0.0
         self._channel = channel
         self._control = control
         self._alarm = channel.alarm
@@ -45,10 +53,16 @@ class Pipeline:
         self._number = version
         self._flat: Flat | None = None
         self._sent: Flat | None = None
-        self._ready: torch.cuda.Event | None = None
+        self._streams = streams
+        self._finite = True
         self._done = True
         self._last_seconds = 0.0
-        self._turn_began = time.monotonic()
+        self._began = streams.moment()
+        self._spans: list[tuple[Moment, Moment]] = []
+        """Of computing, in the present turn; waiting is none."""
+        self._idle: list[tuple[Moment, Moment]] = []
+        self._counted: list[tuple[Moment, Moment]] = []
+        """Those of the turn whose step is under way."""
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="dsgd-pipeline", daemon=True)
@@ -75,29 +89,41 @@ class Pipeline:
         """
         assert self._flat is None, "one exchange at a time"
         self._alarm.check()
-        self._announce(finite)
         sent = self._encoded(flat)
-        if flat[0].is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+        ready = self._streams.moment()
+        spans, self._spans = [*self._spans, (self._began, ready)], []
+        self._began = ready
+        self._number += 1
+        sent.mark = ready.mark
         with self._changed:
             self._flat, self._sent, self._done = flat, sent, False
+            self._counted, self._finite = spans, finite
             self._changed.notify_all()
 
     def finish(self) -> None:
         """Wait until the buffers given to `start` hold the mean."""
-        assert self._flat is not None
-        began = time.monotonic()
+        assert self._flat is not None and self._sent is not None
+        came = self._streams.moment()
         wait = Wait(self._control, self._number)
         with self._changed:
             while not self._done:
                 self._changed.wait(wait.check())
         self._alarm.check()
+        self._sent.take_up(self._streams)
+        went_on = self._streams.moment()
+        self._spans.append((self._began, came))
+        self._idle.append((came, went_on))
+        self._began = went_on
         self._decode(self._flat)
         self._flat = None
-        waited = time.monotonic() - began
-        self.waited_seconds += waited
-        self._turn_began += waited  # waiting is no computing
+
+    @property
+    def waited_seconds(self) -> float:
+        """The part of all exchanges that training has spent waiting, as far as it is known."""
+        while self._idle and happened(self._idle[0][1].mark):
+            came, went_on = self._idle.pop(0)
+            self._waited += came.seconds_until(went_on)
+        return self._waited
 
     def close(self) -> None:
         """End the thread; nothing may be under way any more, or the alarm must have rung."""
@@ -109,21 +135,12 @@ class Pipeline:
         if not self._thread.is_alive():
             self._channel.close()
 
-    def _announce(self, finite: bool) -> None:
-        """The coordinator counts who has come, and so can name who has not."""
-        now = time.monotonic()
-        seconds, self._turn_began = now - self._turn_began, now
-        rank, number = self._channel.rank, self._number
-        self._number += 1
-        came = Contribution(rank, number + 1, number, seconds=(seconds,), finite=finite)
-        self._control.announce(msgspec.structs.replace(came, exchange=self._last_seconds))
-
     def _encoded(self, flat: Flat) -> Flat:
         dtype = WIRES[self._wire]
         if dtype is None:
             return flat
         factor = _SCALE[self._wire] / self._channel.world_size
-        return [buffer.mul_(factor).to(dtype) for buffer in flat]
+        return Flat([buffer.mul_(factor).to(dtype) for buffer in flat])
 
     def _decode(self, flat: Flat) -> None:
         assert self._sent is not None
@@ -142,6 +159,11 @@ class Pipeline:
     # --------------------------------------------------------------- dsgd-pipeline
 
     def _run(self) -> None:
+        self._streams.enter()
+        with self._streams.own():
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             while self._await_work():
                 self._exchange()
@@ -159,18 +181,34 @@ class Pipeline:
         return not self._done and self._alarm.error is None
 
     def _exchange(self) -> None:
-        began = time.monotonic()
         assert self._sent is not None
-        if self._ready is not None:
-            self._ready.synchronize()
-        for buffer in self._sent:
+        look_until(self._sent.mark, self._alarm.wait)
+        self._alarm.check()
+        self._announce()
+        began = self._streams.moment()
+        for buffer in self._sent.take_up(self._streams):
             self._channel.sum_(buffer)
+        self._sent.hand_over(self._streams)
+        ended = self._streams.moment()
+        self._channel.wait_for(ended.mark)
         self._await_count()
-        self._last_seconds = time.monotonic() - began
+        self._last_seconds = began.seconds_until(ended)
         self.busy_seconds += self._last_seconds
         with self._changed:
             self._done = True
             self._changed.notify_all()
+
+    def _announce(self) -> None:
+        """The coordinator counts who has come, and so can name who has not."""
+        came = Contribution(
+            self._channel.rank,
+            self._number,
+            self._number - 1,
+            seconds=(sum(began.seconds_until(ended) for began, ended in self._counted),),
+            exchange=self._last_seconds,
+            finite=self._finite,
+        )
+        self._control.rounds.send(encode(came))
 
     def _await_count(self) -> None:
         """All ranks have announced this exchange, or it could not have ended: word is coming."""

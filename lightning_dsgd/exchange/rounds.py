@@ -7,7 +7,6 @@ the training thread; the two meet at the `Desk`.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -49,6 +48,7 @@ class RoundsThread:
         self._control = control
         self._alarm = channel.alarm
         self._desk = desk
+        self._streams = desk.streams
         self._scale = scale
         self._divide = divide
         self._closing = False
@@ -76,6 +76,11 @@ class RoundsThread:
     # ----------------------------------------------------------------- dsgd-rounds
 
     def _run(self) -> None:
+        self._streams.enter()
+        with self._streams.own():
+            self._serve()
+
+    def _serve(self) -> None:
         try:
             while not self._closing and self._alarm.error is None:
                 if self._control.rounds.poll(_NAP_MS):
@@ -98,7 +103,7 @@ class RoundsThread:
 
     def _execute(self, decision: Round) -> None:
         mine = self._desk.decided(decision)
-        began = time.monotonic()
+        began = self._streams.moment()
         count = sum(decision.batches) if self._divide else 1
         gradient = self._combine(mine, count)
         for buffer in gradient:
@@ -108,7 +113,10 @@ class RoundsThread:
                 self._channel.sum_(buffer)
             if self._divide and not _is_narrow(buffer):
                 buffer.div_(count)
-        self._desk.executed(Update(decision, gradient), time.monotonic() - began)
+        gradient.hand_over(self._streams)
+        ended = self._streams.moment()
+        self._channel.wait_for(ended.mark)  # only what is known to be whole is handed on
+        self._desk.executed(Update(decision, gradient), began.seconds_until(ended))
 
     def _combine(self, mine: list[tuple[Flat, int]], count: int) -> Flat:
         """The one buffer this rank sends, whatever number of mini-batches is in it.

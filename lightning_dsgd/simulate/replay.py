@@ -239,7 +239,9 @@ def recorded_halves(trace: Trace) -> tuple[RoundsAlgorithm, RoundsPolicy]:
         algorithm = make_rounds(header.strategy, header.workers, header.arguments)
     except (ConfigurationError, TypeError) as error:
         raise TraceError(f"the trace's strategy cannot be made again: {error}") from None
-    return algorithm, algorithm.restored_policy(header.workers, header.start, header.state)
+    return algorithm, algorithm.restored_policy(
+        header.workers, header.start, header.state, header.bytes
+    )
 
 
 def _contributions(trace: Trace) -> list[Contribution]:

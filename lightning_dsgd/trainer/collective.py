@@ -27,6 +27,7 @@ from lightning_dsgd.backends import (
     horovod_installed,
     horovod_launched,
 )
+from lightning_dsgd.backends.streams import Streams
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import BackendError, ConfigurationError
 from lightning_dsgd.trainer.launch import HorovodEnvironment, limit_threads
@@ -41,7 +42,7 @@ _LONGEST_TIMEOUT = 2_000_000
 class CollectiveStrategy(ParallelStrategy):
     """A Lightning strategy on our own collectives, for any launcher and both backends."""
 
-    _runtime: tuple[str, ...] = ("_backend", "_main", "_reported")
+    _runtime: tuple[str, ...] = ("_backend", "_main", "_reported", "_streams")
     """What a copy does not share and a pickle does not hold; None until the next training."""
 
     def __init__(self, *, backend: BackendName = "auto", timeout: float = 300.0) -> None:
@@ -65,6 +66,7 @@ class CollectiveStrategy(ParallelStrategy):
         self.alarm = Alarm()
         self._backend: Backend | None = None
         self._main: Channel | None = None
+        self._streams: Streams | None = None
         self._num_nodes = 1
         self._reported: BaseException | None = None
 
@@ -124,7 +126,13 @@ class CollectiveStrategy(ParallelStrategy):
             return devices[0]
         if self.local_rank < len(devices):
             return devices[self.local_rank]
-        return torch.device(devices[0].type, self.local_rank)
+        return _own_device(devices[0], self.local_rank)
+
+    @property
+    def streams(self) -> Streams:
+        """Of this rank's device, from set-up on."""
+        assert self._streams is not None
+        return self._streams
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -178,6 +186,8 @@ class CollectiveStrategy(ParallelStrategy):
                 "a training of this Trainer has failed, and its ranks stand at different "
                 "steps; make a new Trainer and strategy, and go on from a checkpoint"
             )
+        if self._streams is None:
+            self._streams = Streams(self.root_device)
         if self._backend is None:
             self._backend = self._connect()
         self.join(self._backend)
@@ -264,8 +274,7 @@ class CollectiveStrategy(ParallelStrategy):
         with torch.no_grad():
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
-                    # on the CPU: a GPU's channel may be in a round
-                    mean = buffer.detach().double().cpu() / self.world_size
+                    mean = buffer.detach().cpu().double() / self.world_size
                     self._main.sum_(mean)
                     buffer.copy_(mean)
 
@@ -330,6 +339,17 @@ class CollectiveStrategy(ParallelStrategy):
             return cast(Tensor, gathered)  # autograd functions carry no types
         with torch.inference_mode(False), torch.no_grad():
             return self._main.gather(tensor.detach().clone().contiguous())
+
+
+def _own_device(first: torch.device, local_rank: int) -> torch.device:
+    """A launcher may show each process all devices of the host, or its own alone."""
+    count = torch.get_device_module(first).device_count()
+    if count > 1 and local_rank >= count:
+        raise ConfigurationError(
+            f"local rank {local_rank} has no device of its own: this host shows {count} of type "
+            f"'{first.type}'; start at most {count} workers on it"
+        )
+    return first if count == 1 else torch.device(first.type, local_rank)
 
 
 def _operation(reduce_op: Any) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
+from lightning_dsgd.backends.streams import look_until
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.exchange.finite import NonFinite, check_nonfinite
 from lightning_dsgd.exchange.gossip import Counts, GossipExchange, SharedModel
@@ -150,7 +151,7 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
     def start_exchange(self, trainer: Trainer) -> None:
         require_one_loader(trainer)
         assert self._backend is not None and self._main is not None and self.model is not None
-        self._own_steps = OwnSteps(self.nonfinite, self.global_rank)
+        self._own_steps = OwnSteps(self.nonfinite, self.global_rank, self.streams, self.alarm)
         self._batches = self._batches_per_epoch(trainer)
         self._made = 0
         self._own_buffers: list[Tensor] | None = None
@@ -163,9 +164,10 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
             self.global_rank,
             self._backend.pairs(),
             control,
-            SharedModel(own),
+            SharedModel(own, self.streams),
             self._layout.zeros,
             self.alarm,
+            self.streams,
             active=self.is_active(self.global_rank),
             timeout=self.timeout,
         )
@@ -194,7 +196,7 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
             return
         self._exchange.model.read(own)
         now = self._lay_out()
-        model = SharedModel(self._layout.carry(own, old, onto=now))
+        model = SharedModel(self._layout.carry(own, old, onto=now), self.streams)
         self._exchange.change_layout(model, self._layout.zeros)
         self._main.barrier()
 
@@ -321,6 +323,7 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
         The pair that this gradient starts is usually averaged later: nobody waits for it.
         """
         assert self._exchange is not None
+        look_until(self.streams.mark(), self.alarm.wait)
         self._exchange.computed()
         self._load_own()
 

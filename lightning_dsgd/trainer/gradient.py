@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import inspect
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -19,15 +20,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from lightning_dsgd.backends import BackendName
+from lightning_dsgd.backends.streams import Mark, Moment
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.exchange.desk import Desk
-from lightning_dsgd.exchange.finite import NonFinite, loss_and_finiteness, not_finite
+from lightning_dsgd.exchange.finite import NonFinite, loss_and_finiteness, not_finite, sums
 from lightning_dsgd.exchange.gradients import check_unchanged
 from lightning_dsgd.trainer.coordinated import CoordinatedStrategy
 from lightning_dsgd.trainer.course import Place
 from lightning_dsgd.trainer.loader import RoundsLoader
 from lightning_dsgd.trainer.worlds import Trainer
 from lightning_dsgd.workers.machine import Finished, GaveUp, Took
+
+_AHEAD = 8
+"""Where late work is cancelled: so many parameters' gradients the host may be ahead of a device."""
 
 
 class Overtaken(Exception):
@@ -46,11 +51,15 @@ class GradientStrategy(CoordinatedStrategy):
         self._loader: RoundsLoader | None = None
         self._computes: bool | None = None
         """Does the present iteration make a gradient? None before a group's first batch."""
-        self._began = self._seconds = 0.0
+        self._began: Moment | None = None
+        self._spans: list[tuple[Moment, Moment]] = []
+        """From begin to end of each mini-batch in the gradient."""
         self._losses: list[Tensor] = []
         """Of the mini-batches in the gradient, as Lightning divides them."""
         self._last_output: Any = None
         self._hooks: list[Any] = []
+        self._ahead: deque[Mark] = deque()
+        """Of a backward pass: where the device will have been when it comes to the later ones."""
 
     @property
     def desk(self) -> Desk:
@@ -81,8 +90,8 @@ class GradientStrategy(CoordinatedStrategy):
             if self.version > self.desk.machine.version:
                 self.desk.tell(Took(self.version))
             self._computes = self.desk.computes
-            self._seconds, self._losses = 0.0, []
-        self._began = time.monotonic()
+            self._spans, self._losses = [], []
+        self._began = self.streams.moment()
         return self._computes
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +139,7 @@ class GradientStrategy(CoordinatedStrategy):
     ) -> bool:
         """Add a mini-batch to the gradient; False if it was cancelled meanwhile."""
         self.desk.receive()
+        self._ahead.clear()
         try:
             with self.course.within(Place.BACKWARD):
                 super().backward(loss, optimizer, *rest, **kw)
@@ -138,16 +148,25 @@ class GradientStrategy(CoordinatedStrategy):
             return False
         self.desk.collect()
         self._losses.append(loss.detach())
-        self._seconds += time.monotonic() - self._began
+        assert self._began is not None
+        self._spans.append((self._began, self.streams.moment()))
         return True
 
     def _finish(self) -> None:
-        """The gradient is complete, with the mean loss of its mini-batches."""
+        """All of the gradient is on its way; when it is there, the machine is told.
+
+        Sooner it would be news of something that others may have to wait for.
+        """
         parts = [] if self.nonfinite == "ignore" else self.desk.accumulated
-        loss, finite = loss_and_finiteness(self._mean_loss(), parts)
+        reading = self.streams.reading(sums(self._mean_loss(), parts))
+        if not self.desk.await_gradient(reading.mark):
+            self._give_up()
+            return
+        loss, finite = loss_and_finiteness(reading.numbers(), parts)
         if not finite and self.nonfinite == "raise":
             raise not_finite(self.global_rank, self.version + 1, loss)
-        self.desk.tell(Finished(self._seconds, loss, finite))
+        seconds = sum(began.seconds_until(ended) for began, ended in self._spans)
+        self.desk.tell(Finished(seconds, loss, finite))
 
     def _mean_loss(self) -> Tensor:
         """Lightning divides each loss by what it accumulates over, also where fewer are left."""
@@ -159,7 +178,14 @@ class GradientStrategy(CoordinatedStrategy):
         self.alarm.check()
         self.desk.collect()
         self.desk.discard()
-        self.desk.tell(GaveUp(self._seconds + time.monotonic() - self._began))
+        self.desk.tell(GaveUp(self._host_seconds()))
+
+    def _host_seconds(self) -> float:
+        """Spent on a gradient that the device may not have come to yet."""
+        assert self._began is not None
+        whole = sum(ended.host - began.host for began, ended in self._spans)
+        counted = bool(self._spans) and self._spans[-1][0] is self._began
+        return whole if counted else whole + time.monotonic() - self._began.host
 
     # -------------------------------------------------- a further gradient within it
 
@@ -168,9 +194,9 @@ class GradientStrategy(CoordinatedStrategy):
         module = self.lightning_module
         assert module is not None
         parts = module.trainer.accumulate_grad_batches
-        self._seconds, self._losses = 0.0, []
+        self._spans, self._losses = [], []
         for _ in range(parts):
-            self._began = time.monotonic()
+            self._began = self.streams.moment()
             self._call_minibatch_start()
             loss = self._next_loss(module.trainer) / parts
             if not self._guarded_backward(loss, self.optimizers[0]):
@@ -224,7 +250,12 @@ class GradientStrategy(CoordinatedStrategy):
         self._hooks = [p.register_post_accumulate_grad_hook(self._look) for p in parameters]
 
     def _look(self, parameter: Tensor) -> None:
-        if self.course.place is Place.BACKWARD and self.desk.cancelled.is_set():
+        """A device is given work for a few parameters at most: what is queued can't be stopped."""
+        if self.course.place is not Place.BACKWARD:
+            return
+        self._ahead.append(self.streams.mark())
+        due = self._ahead.popleft() if len(self._ahead) > _AHEAD else None
+        if self.desk.cancelled.is_set() or not self.desk.await_gradient(due):
             raise Overtaken
 
     def sleep(self, seconds: float) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from lightning_dsgd.exchange.finite import NonFinite, loss_and_finiteness, not_finite
+from lightning_dsgd.backends.streams import Streams, look_until
+from lightning_dsgd.control.alarm import Alarm
+from lightning_dsgd.exchange.finite import NonFinite, loss_and_finiteness, not_finite, sums
 from lightning_dsgd.trainer.telling import say
 
 _LONG = 20
@@ -16,8 +18,10 @@ _LONG = 20
 class OwnSteps:
     """Judges one rank's gradients, before anything of them gets to the optimizer."""
 
-    def __init__(self, choice: NonFinite, rank: int) -> None:
+    def __init__(self, choice: NonFinite, rank: int, streams: Streams, alarm: Alarm) -> None:
         self._choice = choice
+        self._streams = streams
+        self._alarm = alarm
         self._rank = rank
         self._dropped = self._in_a_row = 0
 
@@ -27,7 +31,10 @@ class OwnSteps:
             return True
         owners = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [owner.grad for owner in owners if owner.grad is not None]
-        number, fine = loss_and_finiteness(loss, gradients)
+        reading = self._streams.reading(sums(loss, gradients))
+        look_until(reading.mark, self._alarm.wait)
+        self._alarm.check()
+        number, fine = loss_and_finiteness(reading.numbers(), gradients)
         if fine:
             self._in_a_row = 0
             return True

@@ -114,7 +114,7 @@ class PipelineStrategy(CoordinatedStrategy):
         assert self._backend is not None and self._main is not None
         self._check_lengths(trainer.num_training_batches)
         self._points, self._moved, self._logged = None, None, (0.0, 0.0)
-        self._own_steps = OwnSteps(self.nonfinite, self.global_rank)
+        self._own_steps = OwnSteps(self.nonfinite, self.global_rank, self.streams, self.alarm)
         control = self.control
         if self._coordinator is not None:
             policy = self.make_policy(self.world_size, version=trainer.global_step)
@@ -122,8 +122,9 @@ class PipelineStrategy(CoordinatedStrategy):
             control.announce(Segment(_NO_END))
         self._main.barrier()
         self._pipeline = Pipeline(
-            self._backend.channel("pipeline", patience=2),
+            self._backend.channel("pipeline", patience=2, on_device=True),
             control,
+            self.streams,
             wire=self.wire,
             version=trainer.global_step,
         )

@@ -14,6 +14,7 @@ Which of these comes next is the worker machine's to say; hooks become its input
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
+from lightning_dsgd.backends.streams import Reading, happened
 from lightning_dsgd.control.tally import Tally
 from lightning_dsgd.control.trace import Header, TraceWriter
 from lightning_dsgd.errors import ConfigurationError
@@ -68,6 +70,7 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
         backend: BackendName = "auto",
         timeout: float = 300.0,
         max_lag: int = 64,
+        max_lag_mb: int = 1024,
         rounds_per_epoch: int | None = None,
         trace: str | None = None,
         nonfinite: NonFinite = "raise",
@@ -78,11 +81,14 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
             raise ConfigurationError(f"compare_every={compare_every} must be 0 (never) or more")
         if max_lag < 1:
             raise ConfigurationError(f"max_lag={max_lag} must be at least 1")
+        if max_lag_mb < 1:
+            raise ConfigurationError(f"max_lag_mb={max_lag_mb} must be at least 1")
         if rounds_per_epoch is not None and rounds_per_epoch < 1:
             raise ConfigurationError(f"rounds_per_epoch={rounds_per_epoch} must be at least 1")
         super().__init__(backend=backend, timeout=timeout)
         self.cancel_late = cancel_late
         self.max_lag = max_lag
+        self.max_lag_mb = max_lag_mb
         self.rounds_per_epoch = rounds_per_epoch
         self.trace = trace
         self.nonfinite = nonfinite
@@ -96,6 +102,8 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
         self._rounds: RoundsThread | None = None
         self._distance: DistanceDamping | None = None
         self._told_checksum = -1
+        self._checksums: deque[tuple[int, Reading]] = deque()
+        """Under way from the device."""
         self._warned = False
 
     def make_rule(self, workers: int) -> Rule:
@@ -121,17 +129,20 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
         assert self._backend is not None and self._main is not None and self.model is not None
         state = msgspec.msgpack.encode(self.policy_state)
         self.policy_state = msgspec.msgpack.decode(self._main.broadcast_bytes(state))
-        policy = self.restored_policy(self.world_size, self.version, self.policy_state)
-        machine = self.make_machine(self.global_rank, self.world_size, policy)
         layout = FlatLayout(self.model.parameters())
+        policy = self.restored_policy(
+            self.world_size, self.version, self.policy_state, layout.nbytes
+        )
+        machine = self.make_machine(self.global_rank, self.world_size, policy)
         self._begin_deciding(policy, layout.nbytes)
         control = self.control
         self._computes = None
         self._told_checksum = -1
-        self._desk = Desk(machine, control, layout)
+        self._checksums.clear()
+        self._desk = Desk(machine, control, layout, self.streams)
         self._follow_layout()
         self._rounds = RoundsThread(
-            self._backend.channel("rounds", patience=2),
+            self._backend.channel("rounds", patience=2, on_device=True),
             control,
             self._desk,
             scale=scale_of(self.damping),
@@ -142,6 +153,7 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
     def _begin_deciding(self, policy: RoundsPolicy, nbytes: int) -> None:
         writer = self._trace_writer(policy, nbytes) if self.trace is not None else None
         if self._coordinator is not None:
+            say(self.memory_bound(self.world_size, nbytes).text())
             self.tally = self._coordinator.begin(policy, writer)
 
     def _trace_writer(self, policy: RoundsPolicy, nbytes: int) -> TraceWriter | None:
@@ -328,8 +340,12 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
         assert self.model is not None and self._control is not None
         if version != self._told_checksum:
             self._told_checksum = version
-            value = checksum(self.model.parameters())
-            self._control.announce(Checksum(self.global_rank, version, value))
+            self._checksums.append(
+                (version, self.streams.reading(checksum(self.model.parameters())))
+            )
+        while self._checksums and happened(self._checksums[0][1].mark):
+            version, reading = self._checksums.popleft()
+            self._control.announce(Checksum(self.global_rank, version, reading.numbers()[0]))
 
     # ------------------------------------------------------------------ the next update
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import abc
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lightning_dsgd.errors import ConfigurationError
@@ -77,11 +79,44 @@ class Algorithm(abc.ABC):
         return [{}]
 
 
+_FEWEST = 4
+"""Updates that may wait for a rank, however large they are."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """How many gradients a rank holds at the most."""
+
+    nbytes: int
+    """Of one gradient."""
+    lag: int
+    """Updates that wait for a rank that is behind; then the others wait for it, too."""
+    given: int
+    """Own gradients, announced and in no update yet; then it computes no further one."""
+    tight: bool
+    """It is memory that sets the bound, and not `max_lag`."""
+
+    def gradients(self) -> int:
+        """Besides: the one that is made, the one that is applied, two under way between ranks."""
+        return self.lag + self.given + 4
+
+    def text(self) -> str:
+        """For the log."""
+        which = "max_lag_mb" if self.tight else "max_lag"
+        size, most = self.nbytes / _MIB, self.gradients() * self.nbytes / _MIB
+        return (
+            f"a rank may fall {self.lag} updates behind ({which}) before the others wait for it, "
+            f"and holds at most {most:.3g} MiB of gradients, {size:.3g} MiB each"
+        )
+
+
 class RoundsAlgorithm(Algorithm):
     """An algorithm of rounds: a policy, and a rule for the workers."""
 
     exchange = "rounds"
     max_lag: int = 64
+    max_lag_mb: int = 1024
 
     @abc.abstractmethod
     def make_policy(self, workers: int, *, version: int = 0) -> RoundsPolicy:
@@ -99,11 +134,26 @@ class RoundsAlgorithm(Algorithm):
         """Does every worker make equally many gradients, so that it may meet the others there?"""
         return False
 
+    def memory_bound(self, workers: int, nbytes: int) -> MemoryBound:
+        """Where gradients have so many bytes."""
+        fit = max(_FEWEST, self.max_lag_mb * _MIB // max(nbytes, 1))
+        lag = min(self.max_lag, fit)
+        given = max(lag, math.ceil((self.first_k(workers) or 1) / workers))
+        return MemoryBound(nbytes, lag, given, tight=fit < self.max_lag)
+
     def restored_policy(
-        self, workers: int, version: int = 0, state: Mapping[str, Any] | None = None
+        self,
+        workers: int,
+        version: int = 0,
+        state: Mapping[str, Any] | None = None,
+        nbytes: int = 0,
     ) -> RoundsPolicy:
-        """A fresh policy, or one that goes on from a checkpoint's state."""
+        """A fresh policy, or one that goes on from a checkpoint's state; for gradients that big."""
         policy = self.make_policy(workers, version=version)
+        bound = self.memory_bound(workers, nbytes)
+        policy.max_lag, policy.max_given = bound.lag, bound.given
+        if bound.tight:
+            policy.lag_bound = "max_lag_mb"
         if state:
             policy.restore(dict(state))
         return policy
@@ -117,6 +167,7 @@ class RoundsAlgorithm(Algorithm):
             version=policy.version,
             token=policy.token,
             max_lag=policy.max_lag,
+            max_given=policy.max_given,
         )
 
 

@@ -21,7 +21,7 @@ Whenever a state is left, and at every input while it waits, these rules say wha
    holds:
 3. An update has been decided that this replica lacks: it is replayed. But the first thing in a
    segment is a gradient, however late: what every rank does once, all can compare.
-4. The algorithm lets this worker begin a gradient: it computes.
+4. The algorithm lets this worker begin a gradient, and there is memory for it: it computes.
 5. It waits.
 
 An algorithm's part in this is its `Rule`.
@@ -186,9 +186,10 @@ class WorkerMachine:
     """One worker. What it knows is public, for its rule to read."""
 
     __slots__ = (
-        "_cancelled", "_every", "_losses", "_rule", "_seconds", "_seq", "_told", "batches", "begun",
-        "decided", "first", "last", "oldest", "opening", "outstanding", "own_round", "passed",
-        "rank", "spoilt", "state", "token", "version", "workers",
+        "_cancelled", "_every", "_losses", "_most", "_rule", "_seconds", "_seq", "_told",
+        "batches", "begun", "decided", "first", "last", "oldest", "opening",
+        "outstanding", "own_round", "passed", "rank", "spoilt", "state", "token", "version",
+        "workers",
     )  # fmt: skip
 
     def __init__(
@@ -200,6 +201,7 @@ class WorkerMachine:
         version: int = 0,
         token: int | None = None,
         max_lag: int = 64,
+        max_given: int = 1 << 30,
     ) -> None:
         self.rank = rank
         self.workers = workers
@@ -230,6 +232,7 @@ class WorkerMachine:
         """The token has gone by since its last turn."""
         self._rule = rule
         self._every = max(1, max_lag // 8)
+        self._most = max_given
         self._told = version
         self._seq = 0
         self._seconds: tuple[float, ...] = ()
@@ -352,7 +355,8 @@ class WorkerMachine:
 
     def _move(self) -> Action:
         behind = self.decided > self.version
-        if (not behind or self.opening) and self._rule.may_begin(self):
+        room = len(self.outstanding) < self._most
+        if (not behind or self.opening) and room and self._rule.may_begin(self):
             self.state = COMPUTING
             self.begun += 1
             return Compute(self.version)

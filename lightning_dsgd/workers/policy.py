@@ -90,6 +90,10 @@ class RoundsPolicy(Policy):
         self.present = set(range(workers))
         self.last = version
         self.max_lag = max_lag
+        self.lag_bound = "max_lag"
+        """What sets it."""
+        self.max_given = workers * max_lag
+        """Contributions of one worker that may wait here; for its machine to heed."""
         self._applied = dict.fromkeys(range(workers), version)
         self._slowest = version
         self._held_at = self._stood_at = -1
@@ -197,7 +201,8 @@ class RoundsPolicy(Policy):
         if self._held_at == number:
             return NOTHING
         self._held_at = number
-        return [Held(number, laggard, f"rank {laggard} is {behind} updates behind")]
+        reason = f"rank {laggard} is {behind} updates behind ({self.lag_bound})"
+        return [Held(number, laggard, reason)]
 
     def _laggard(self) -> int:
         return min(self._applied, key=self._applied.__getitem__)

@@ -30,16 +30,39 @@ class _Backwards:
     def __init__(self) -> None:
         self._calls: dict[int, Stream] = {}
         self._tasks: dict[int, int] = {}
+        self._errors: dict[int, Exception] = {}
         self._numbers = itertools.count()
 
-    def stream(self) -> Stream | None:
+    def _call(self) -> int | None:
+        """Which call of `backward` this thread of the engine works for; None in other threads."""
         task = torch._C._current_graph_task_id()
         if task == -1 or not self._calls:
             return None
         if task not in self._tasks:
             free = [call for call in self._calls if call not in self._tasks.values()]
             self._tasks[task] = (free or list(self._calls))[0]
-        return self._calls.get(self._tasks[task])
+        return self._tasks[task]
+
+    def stream(self) -> Stream | None:
+        call = self._call()
+        return _NOWHERE if call in self._errors else self._calls.get(call)  # type: ignore[arg-type, return-value]  # as a stream
+
+    def hook(self, hook: Any, *args: Any) -> Any:
+        """A hook that raises ends the backward, as on other devices.
+
+        Through C++ its error would end the process: torch's way back from it calls Python, with the
+        error still pending. So the error waits here, no kernel and no hook comes after it, and
+        whoever called `backward` gets it.
+        """
+        call = self._call()
+        if call is None:
+            return hook(*args)
+        if call not in self._errors:
+            try:
+                return hook(*args)
+            except Exception as error:
+                self._errors[call] = error
+        return None
 
     def run(self, engine: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(out, Tensor) and memory.is_lag(out) for out in outputs):
@@ -47,10 +70,31 @@ class _Backwards:
         call = next(self._numbers)
         self._calls[call] = streams.current_stream()
         try:
-            return engine(outputs, *args, **kwargs)
+            found = engine(outputs, *args, **kwargs)
+            if call in self._errors:
+                raise self._errors[call]
+            return found
         finally:
             del self._calls[call]
+            self._errors.pop(call, None)
             self._tasks = {t: c for t, c in self._tasks.items() if c != call}
+
+
+class _Nowhere:
+    """What is queued here never runs."""
+
+    def put(self, kernel: Any) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+_NOWHERE = _Nowhere()
+
+
+def _register(backwards: _Backwards, plain: Any, tensor: Tensor, hook: Any) -> Any:
+    return plain(tensor, functools.partial(backwards.hook, hook))
 
 
 # ---------------------------------------------------------------- storages
@@ -127,6 +171,9 @@ def apply() -> None:
     run = _around(backwards.run, engine)
     torch.autograd.graph._engine_run_backward = run
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        register = functools.partial(_register, backwards)
+        setattr(torch.Tensor, name, _around(register, getattr(torch.Tensor, name)))
     base: Any = torch.storage._StorageBase
     base.clone = _around(_clone, base.clone)
     base.to = _around(_to, base.to)
