@@ -1,13 +1,14 @@
-"""One launch per launcher serves every test file of a run.
+"""One launch per launcher serves every test file of a run, and one on the test device.
 
 `--repetitions 20` has the ranks do everything twenty times, and every test look at each of them.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,30 +33,61 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, params, ids=ids, indirect=True, scope="session")
 
 
-@pytest.fixture(scope="session")
-def launch_all(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """Starts a launcher once, for all scenarios that the collected test files ask for."""
-    files = dict.fromkeys(item.module for item in request.session.items)
-    asked = dict.fromkeys(name for file in files for name in getattr(file, "SCENARIOS", ()))
-    # a process whose last training has failed says so with its exit code
-    names = sorted(asked, key=lambda name: not name.startswith("refusals."))
-    count = request.config.getoption("repetitions")
-    places = [f"{number}/{name}" for number in range(count) for name in names]
+class Launches:
+    """Each launcher is started once, for all scenarios that its tests ask for; all at a time.
 
-    @functools.cache
-    def start(launcher: str) -> Path:
-        out = tmp_path_factory.mktemp(launcher)
-        done = launching.launch(launcher, places, out, timeout=900.0 * count)
+    Ranks sleep more than they compute.
+    """
+
+    def __init__(self, session: pytest.Session, tmp: pytest.TempPathFactory) -> None:
+        self._count = session.config.getoption("repetitions")
+        self._pool = ThreadPoolExecutor(len(launching.KINDS))
+        asked = {kind: _scenarios(session, kind) for kind in launching.KINDS}
+        self._futures: dict[str, Future[Path]] = {
+            kind: self._pool.submit(self._launch, kind, names, tmp.mktemp(kind))
+            for kind, names in asked.items()
+            if names
+        }
+
+    def _launch(self, kind: str, names: list[str], out: Path) -> Path:
+        places = [f"{number}/{name}" for number in range(self._count) for name in names]
+        done = launching.launch(kind, places, out, timeout=1500.0 * self._count)
         assert done.returncode == 0, done.stdout[-6000:]
         return out
 
-    return start
+    def out(self, kind: str) -> Path:
+        """What its ranks have left, when they have ended."""
+        return self._futures[kind].result()
+
+    def end(self) -> None:
+        """Nothing of this runs any more."""
+        self._pool.shutdown()
+
+
+def _scenarios(session: pytest.Session, kind: str) -> list[str]:
+    """What the collected tests look at that ranks of this kind have done."""
+    calls = [(item, getattr(item, "callspec", None)) for item in session.items]
+    params = [(item, call.params.get("launched")) for item, call in calls if call is not None]
+    files: dict[Any, None] = dict.fromkeys(
+        item.module for item, given in params if given is not None and given[0] == kind
+    )
+    names = dict.fromkeys(name for file in files for name in getattr(file, "SCENARIOS", ()))
+    # a process whose last training has failed says so with its exit code
+    return sorted(names, key=lambda name: not name.startswith("refusals."))
 
 
 @pytest.fixture(scope="session")
-def launched(request: pytest.FixtureRequest, launch_all: Callable[[str], Path]) -> Path:
+def launches(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launches]:
+    """Begin with the first test that needs one of them."""
+    every = Launches(request.session, tmp_path_factory)
+    yield every
+    every.end()
+
+
+@pytest.fixture(scope="session")
+def launched(request: pytest.FixtureRequest, launches: Launches) -> Path:
     """The directory with the outcome of one repetition of all scenarios."""
-    launcher, number = request.param
-    return launch_all(launcher) / str(number)
+    kind, number = request.param
+    return launches.out(kind) / str(number)

@@ -13,11 +13,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LAUNCHERS = ("torchrun", "horovodrun")
+KINDS = (*LAUNCHERS, "device")
+"""`device` is torchrun with ranks that train on the asynchronous test device."""
 
 
 def command(launcher: str, ranks: int) -> list[str]:
     """The launcher's command line, up to the program."""
-    if launcher == "torchrun":
+    if launcher in ("torchrun", "device"):
         return [str(BIN / "torchrun"), f"--nproc-per-node={ranks}", "--standalone"]
     if launcher == "horovodrun":
         return [str(BIN / "horovodrun"), "-np", str(ranks), str(BIN / "python")]
@@ -42,6 +44,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run scenarios as `tests.ranks.run` names them; what hangs is killed and fails."""
     out.mkdir(parents=True, exist_ok=True)
+    if launcher == "device":
+        extra = {"LAG": "1", **extra}
     program = ["-m", "tests.ranks.run", str(out), *names]
     process = subprocess.Popen(
         [*command(launcher, ranks), *program],

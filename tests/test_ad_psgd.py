@@ -19,10 +19,12 @@ import zmq
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.backends import on_torch
+from lightning_dsgd.backends.streams import Streams
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.control.coordinator import Coordinator
 from lightning_dsgd.control.link import Control
 from lightning_dsgd.exchange.gossip import GossipExchange, SharedModel
+from lightning_dsgd.exchange.gradients import Flat
 from lightning_dsgd.workers.messages import (
     Closed,
     Computed,
@@ -43,6 +45,7 @@ NAMES = [
     for name in ("standing_still", "trains", "resumes", "resyncs", "small_things", "refuses")
 ]
 LAST = "ad_psgd.refuses_inside"
+STREAMS = Streams(torch.device("cpu"))
 """A process cannot go on after it, and horovodrun ends the others at the first to give up."""
 
 # ------------------------------------------------------------------------------ policy
@@ -188,9 +191,10 @@ class Ranks:
             rank,
             backend.pairs(),
             control,
-            SharedModel([torch.zeros(5, dtype=torch.float64)]),
-            lambda: [torch.zeros(5, dtype=torch.float64)],
+            SharedModel(Flat([torch.zeros(5, dtype=torch.float64)]), STREAMS),
+            lambda: Flat([torch.zeros(5, dtype=torch.float64)]),
             self.alarm,
+            STREAMS,
             active=is_active(rank),
             timeout=60.0,
         )

@@ -13,10 +13,11 @@ from lightning_dsgd.control.trace import read_trace
 from lightning_dsgd.exchange.damping import damping_factor
 from lightning_dsgd.simulate.replay import recorded_halves
 from lightning_dsgd.workers.messages import Round
-from tests.launching import launch, results
+from tests.launching import KINDS, launch, results
 from tests.ranks.numerics import FAMILIES
 from tests.ranks.toy import LR, MOMENTUM, fine_tune
 
+REPEATED = {"launched": KINDS}
 SCENARIOS = [
     *(f"numerics.{name}" for name in FAMILIES),
     "numerics.distance_damping",

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.launching import launch, results
+from tests.launching import KINDS, launch, results
 
+REPEATED = {"launched": KINDS}
 SCENARIOS = [
     "features.logs_in_step",
     "epochs.freed_within_an_epoch",

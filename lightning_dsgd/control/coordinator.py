@@ -67,6 +67,7 @@ _EVENTS = (Contribution, Applied, Segment, Joined, Left, Tick, Computed)
 _LONGEST_NAP_MS = 500
 _SHORT_NAP_MS = 20
 _GOODBYE_SECONDS = 0.5
+_HELD_SECONDS = 60.0
 _LONGEST_MESSAGE = 1 << 20
 """Bytes; ranks send some hundred."""
 
@@ -120,7 +121,7 @@ class Coordinator:
         said goodbye: that comes by another connection, and may be later."""
         self._connections: dict[int, tuple[int, str]] = {}
         self._aborted = False
-        self._began = time.monotonic()
+        self._began, self._next_held = time.monotonic(), 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dsgd-coordinator", daemon=True)
 
@@ -152,7 +153,7 @@ class Coordinator:
             self.policy, self._trace = policy, trace
             self.tally, self._replicas = Tally(self._workers), Replicas(self._workers)
             self._departures = Departures(self._workers)
-            self._began = time.monotonic()
+            self._began, self._next_held = time.monotonic(), 0.0
             return self.tally
 
     def end(self) -> None:
@@ -249,7 +250,7 @@ class Coordinator:
             if self._trace is not None:
                 self._trace.decision(now, decision)
             if isinstance(decision, Held):
-                self._warn(f"round {decision.number} waits: {decision.reason}")
+                self._held(decision, now)
             elif isinstance(decision, (KChanged, Said)):
                 self._warn(decision.reason)
             elif isinstance(decision, (Round, Passed)):
@@ -259,6 +260,12 @@ class Coordinator:
                 role = "main" if isinstance(decision, Go) else "rounds"
                 if worker is not None:
                     self._socket.send_multipart([identity(worker, role), encode(decision)])
+
+    def _held(self, decision: Held, now: float) -> None:
+        """Once in a while; who lags does so again and again."""
+        if now >= self._next_held:
+            self._next_held = now + _HELD_SECONDS
+            self._warn(f"round {decision.number} waits: {decision.reason}")
 
     def _send_all(self, role: str, message: Message) -> None:
         body = encode(message)

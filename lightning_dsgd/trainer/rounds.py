@@ -98,6 +98,8 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
         self.last_round: Round | None = None
         self.idle_seconds = 0.0
         """Time this rank's training thread has waited for updates; kept after training."""
+        self.gradients_held = 0
+        """As many this rank has had memory for at once; kept after training."""
         self.policy_state: dict[str, Any] = {}
         self._rounds: RoundsThread | None = None
         self._distance: DistanceDamping | None = None
@@ -226,6 +228,7 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
         if desk is not None:
             desk.close()
             self.idle_seconds = desk.waited
+            self.gradients_held = desk.pool.peak
         self.replace_cancel_hooks([])
 
     # ------------------------------------------------------------ checkpoints and logs
