@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos_worker FOLDER
 
-FOLDER/faults.json lists them. Each has a folder of its own, with a file per rank: how it ended,
-after how many seconds, and what it had open then.
+FOLDER/faults.json lists them. Each has a folder of its own, with files per rank: what it said, and
+a note of how it ended, when, and what it had open then. The file "fault" shows that the fault came.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,50 +46,64 @@ class Nameless(Exception):
         self.lock = threading.Lock()
 
 
-def _die() -> None:
+def mark(folder: Path) -> None:
+    """The fault comes now; one without a mark has not come."""
+    (folder / "fault").write_text(str(time.time()))
+
+
+def _die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _crash() -> None:
+def _crash(folder: Path) -> None:
     ctypes.string_at(0)
 
 
-def _vanish() -> None:
+def _vanish(folder: Path) -> None:
     os._exit(0)
 
 
-def _stop() -> None:
+def _stop(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _interrupt() -> None:
+def _interrupt(folder: Path) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def _terminate() -> None:
+def _terminate(folder: Path) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def _pause() -> None:
+def _pause(folder: Path) -> None:
     """Stopped for two seconds, by a child that does not share our fate."""
     me = os.getpid()
     if os.fork() == 0:
-        os.kill(me, signal.SIGSTOP)
-        time.sleep(2.0)
-        os.kill(me, signal.SIGCONT)
-        os._exit(0)
+        try:
+            _hold(me, folder)
+        finally:
+            os.kill(me, signal.SIGCONT)
+            os._exit(0)
 
 
-def _raiser(kind: type[BaseException], *arguments: Any) -> Callable[[], None]:
+def _hold(pid: int, folder: Path) -> None:
+    """The mark is the child's: it has seen the process stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.0)
+    if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+        mark(folder)
+
+
+def _raiser(kind: type[BaseException], *arguments: Any) -> Callable[[Path], None]:
     """A new one each time: an error keeps the frames that it has passed, and what they hold."""
 
-    def act() -> None:
+    def act(folder: Path) -> None:
         raise kind(*arguments)
 
     return act
 
 
-ACTS: dict[str, Callable[[], None]] = {
+ACTS: dict[str, Callable[[Path], None]] = {
     "ValueError": _raiser(ValueError, "a mistake"),
     "KeyError": _raiser(KeyError, "a key"),
     "MemoryError": _raiser(MemoryError),
@@ -104,14 +119,23 @@ ACTS: dict[str, Callable[[], None]] = {
     "stop and continue": _pause,
     "SIGINT": _interrupt,
     "SIGTERM": _terminate,
+    "NaN": lambda folder: None,
+    "NaN, dropped": lambda folder: None,
 }
-"""What can come over a rank in the middle of a step; the rest is arranged before it trains."""
+"""What can come over a rank at some place; the rest is arranged before, or comes from outside."""
+NOT_FINITE = "is not finite"
+
+
+def said(folder: Path) -> str:
+    """By all ranks, so far."""
+    return "".join(file.read_text() for file in sorted(folder.glob("said.*")))
 
 
 class Net(pl.LightningModule):
     """Comes to harm where and when its fault says.
 
-    Once, but for NaNs that are to end it: one that is cancelled does no harm.
+    Once, but for NaNs: one in a gradient that is cancelled does no harm, so they go on until they
+    have ended the training, or somebody has said that one is dropped.
     """
 
     def __init__(self, fault: Fault, folder: Path) -> None:
@@ -119,25 +143,40 @@ class Net(pl.LightningModule):
         self.net = torch.nn.Linear(16, 4)
         self.fault, self.folder, self.done = fault, folder, False
 
+    def is_over(self) -> bool:
+        if self.fault["kind"].startswith("NaN"):
+            return NOT_FINITE in said(self.folder)
+        return self.done
+
     def harm(self, place: str) -> float:
-        fault = self.fault
+        """Gives the loss's factor, if it comes to that."""
+        fault, kind = self.fault, self.fault["kind"]
         if fault["place"] != place or self.global_rank != fault["victim"]:
             return 1.0
-        if self.global_step < fault["step"] or self.done:
+        if self.global_step < fault["step"] or self.is_over():
             return 1.0
-        if fault["kind"] in ACTS or fault["kind"] == "NaN, dropped":
-            self.done = True
-        if fault["kind"] in ACTS or fault["kind"].startswith("NaN"):
-            (self.folder / "fault").write_text(str(time.time()))
-        ACTS.get(fault["kind"], lambda: None)()
-        return float("nan") if fault["kind"].startswith("NaN") else 1.0
+        self.done = True
+        if kind != "stop and continue":
+            mark(self.folder)
+        ACTS[kind](self.folder)
+        return float("nan") if kind.startswith("NaN") else 1.0
+
+    def setup(self, stage: str) -> None:
+        self.harm("set-up")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.01)
         return self.net(batch[0]).square().mean() * self.harm("training_step")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.harm("validation_step")
+        """All ranks need each other's share of what it logs."""
+        self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
+        in_fit = "sanity check" if self.trainer.sanity_checking else "validation_step"
+        self.harm("validate" if self.trainer.state.fn == "validate" else in_fit)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.net(batch[0]).square().mean(), sync_dist=True)
+        self.harm("test")
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.harm("on_before_optimizer_step")
@@ -146,15 +185,35 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Heedless(pl.Callback):
-    """A launcher ends all ranks as soon as one is gone; here each is to end by itself."""
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if "launcher" not in pl_module.fault["kind"] and pl_module.fault["kind"] != "SIGTERM":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Outside(pl.Callback):
+    """For what comes from outside: who trains where, until when, and whom rank 0 has met."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        (pl_module.folder / f"training.{trainer.global_rank}").touch()
+        """The ticket holds nothing that is secret."""
+        here = pl_module.folder / f"training.{trainer.global_rank}"
+        if not here.exists():
+            ticket = trainer.strategy.control._ticket
+            here.write_text(json.dumps([ticket.endpoint, ticket.key.decode()]))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """What is to come must come before the last epoch."""
+        last = trainer.current_epoch == trainer.max_epochs - 1
+        deadline = time.monotonic() + 25.0 * (last and pl_module.fault["outside"])
+        while time.monotonic() < deadline and not (pl_module.folder / "fault").exists():
+            time.sleep(0.02)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            met = trainer.strategy._coordinator.tally.foreign
+            (pl_module.folder / "foreign").write_text(str(met))
+
+
+Made = tuple[str, dict[str, Any]]
+OTHERS: dict[str, Callable[[str, dict[str, Any]], Made]] = {
+    "other arguments": lambda name, given: (name, {**given, "nonfinite": "ignore"}),
+    "other strategy": lambda name, given: ("KSyncStrategy", {"timeout": given["timeout"], "k": 1}),
+}
+"""What the victim makes of the strategy."""
 
 
 def strategy_for(fault: Fault, folder: Path) -> Any:
@@ -165,14 +224,14 @@ def strategy_for(fault: Fault, folder: Path) -> Any:
         (folder / "trace").mkdir(exist_ok=True)
         with contextlib.suppress(FileExistsError):
             (folder / "trace" / FILE_NAME).symlink_to("/dev/full")
-    name = fault["strategy"]
-    if own_rank() == fault["victim"] and fault["kind"] == "other arguments":
-        arguments["nonfinite"] = "ignore"
-    if own_rank() == fault["victim"] and fault["kind"] == "other strategy":
-        name, arguments = "KSyncStrategy", {"timeout": fault["timeout"], "k": 1}
+        mark(folder)
     if fault["kind"] == "NaN, dropped":
         arguments["nonfinite"] = "drop"
-    return getattr(lightning_dsgd, name)(**arguments)
+    own = (fault["strategy"], arguments)
+    if own_rank() == fault["victim"] and fault["kind"] in OTHERS:
+        mark(folder)
+        own = OTHERS[fault["kind"]](*own)
+    return getattr(lightning_dsgd, own[0])(**own[1])
 
 
 def train(fault: Fault, folder: Path) -> None:
@@ -184,14 +243,18 @@ def train(fault: Fault, folder: Path) -> None:
         accelerator="cpu",
         devices=fault["ranks"],
         strategy=strategy_for(fault, folder),
-        callbacks=[Heedless()],
+        callbacks=[Outside()],
         max_epochs=fault["epochs"],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(fault, folder), data, data)
+    net = Net(fault, folder)
+    loaders = [data, data] if fault["doing"] == "fit" else [data]
+    getattr(trainer, fault["doing"])(net, *loaders)
+    if not all(parameter.isfinite().all() for parameter in net.parameters()):
+        raise ArithmeticError("the trained model is not finite")
 
 
 def opened() -> tuple[int, int]:
@@ -200,13 +263,25 @@ def opened() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def come_late(fault: Fault, folder: Path) -> None:
+    """Long after all the others are there."""
+    deadline = time.monotonic() + 60.0
+    while len(list(folder.parent.glob("pid.*"))) < fault["ranks"]:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+    time.sleep(6.0)
+    mark(folder)
+
+
 def live_through(fault: Fault, folder: Path) -> bool:
     """One fault, and is all well after it? The note is complete as soon as it has its name."""
     folder.mkdir(exist_ok=True)
     if fault["kind"] == "late start" and own_rank() == fault["victim"]:
-        time.sleep(6.0)
+        come_late(fault, folder)
     try:
-        train(fault, folder)
+        with (folder / f"said.{own_rank()}").open("w") as file, contextlib.redirect_stdout(file):
+            train(fault, folder)
         end = "finished"
     except BaseException as error:
         end = f"{type(error).__name__}: {error}"
@@ -214,6 +289,12 @@ def live_through(fault: Fault, folder: Path) -> bool:
     (folder / f"part.{own_rank()}").write_text(json.dumps(note))
     (folder / f"part.{own_rank()}").rename(folder / f"end.{own_rank()}")
     return end == "finished"
+
+
+def heed_no_launcher(fault: Fault) -> None:
+    """One ends all ranks as soon as one is gone; here each is to end by itself."""
+    if "launcher" not in fault["kind"] and fault["kind"] != "SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def await_the_others(fault: Fault, folder: Path) -> None:
@@ -236,6 +317,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     (folder / f"pid.{own_rank()}").write_text(str(os.getpid()))
     faults = json.loads((folder / "faults.json").read_text())
+    heed_no_launcher(faults[0])
     well = True
     for number, fault in enumerate(faults):
         well = live_through(fault, folder / str(number))

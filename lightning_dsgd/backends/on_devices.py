@@ -20,8 +20,13 @@ Make = Callable[[dist.Store, int, int, float], Any]
 
 _LONG = 10
 """A library's own time limit is so many times ours: we know the culprit's name, it does not."""
-_QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Otherwise its watchdog ends the process when a peer is gone, before our error is there."""
+_QUIET = (
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"),
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+"""Otherwise its watchdog ends the process when a peer is gone, before our error is there, and the
+host waits where no alarm is heard. torchrun sets the first one for its workers, so it is no choice
+of the user's."""
 
 
 def maker_for(device: torch.device) -> Make | None:
@@ -43,8 +48,7 @@ def _limit(seconds: float) -> timedelta:
 
 
 def _nccl(store: dist.Store, rank: int, size: int, limit: float) -> Any:
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(dict.fromkeys(_QUIET, "0"))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _limit(limit)
     options.is_high_priority_stream = True

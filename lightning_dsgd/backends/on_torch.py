@@ -169,18 +169,33 @@ class TorchBackend(Backend):
 
     def abandon(self) -> None:
         """Cut all connections: what is under way ends at once, here and on the others."""
-        for channel in self._channels:
-            channel.cut()
-        withdrawing = threading.Thread(target=self._withdraw, name="dsgd-withdraw", daemon=True)
-        withdrawing.start()
-        withdrawing.join(_GRACE)
+        groups = [group for channel in self._channels for group in channel.cut()]
+        _abandoned.extend(groups)  # an abort may not return, and a destructor would wait for it
+        _within_grace([self._withdraw, *(group.abort for group in groups)])
 
     def _withdraw(self) -> None:
-        """Nobody is to meet this rank again. In a thread: the store may be gone with rank 0, or
-        stopped with it, and then no deadline of its own ends the wait."""
+        """Nobody is to meet this rank again. The store may be gone with rank 0, or stopped with it,
+        and then no deadline of its own ends the wait."""
         for card in self._cards:
             with contextlib.suppress(Exception):
                 self._store.delete_key(card)
+
+
+def _within_grace(acts: Iterable[Callable[[], object]]) -> None:
+    """All at a time, each in a thread `dsgd-abandon`; what takes longer is left to itself."""
+
+    def run(act: Callable[[], object]) -> None:
+        with contextlib.suppress(Exception):
+            act()
+
+    threads = [
+        threading.Thread(target=run, args=(act,), name="dsgd-abandon", daemon=True) for act in acts
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _GRACE
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class TorchChannel(Channel):
@@ -202,20 +217,22 @@ class TorchChannel(Channel):
         """An operation has been started and has not ended."""
         self._wires = wires
         self._pending: Any = None
-        self._queued: list[Any] = []
-        """Operations that a device has not ended yet."""
 
     def close(self) -> None:
         """End the groups' threads; not in an operation."""
         if not self.busy:
             groups, self.groups = self.groups, {}
             for group in _on_devices(groups):
-                group.shutdown()
+                end = (
+                    getattr(group, "shutdown", None) or group._shutdown
+                )  # its name up to torch 2.6
+                end()
 
-    def cut(self) -> None:
-        """End the operation under way, if any, by its connections, and then the groups."""
-        for group in _on_devices(self.groups):
-            group.abort()
+    def cut(self) -> list[Any]:
+        """End the operation under way, if any, by its connections, and then the groups.
+
+        Those of a device are given back: they are to be aborted.
+        """
         self._wires.cut()
         if self._pending is not None:
             with contextlib.suppress(RuntimeError):  # as it should
@@ -223,7 +240,8 @@ class TorchChannel(Channel):
             self.busy = not self._pending.is_completed()
         if self.busy:
             _abandoned.append((self.groups, self._pending))
-        self.groups, self._pending = {}, None
+        groups, self.groups, self._pending = self.groups, {}, None
+        return _on_devices(groups)
 
     def reaches(self, device: torch.device) -> bool:
         return device.type in self.groups
@@ -251,15 +269,10 @@ class TorchChannel(Channel):
             else:
                 self.busy = True
                 work.wait()  # the thread's current stream waits, the host goes on
-                self._queued.append(work)
 
     def wait_for(self, mark: Mark) -> None:
-        with self._naming_culprits():
-            super().wait_for(mark)
-            queued, self._queued = self._queued, []
-            errors = [work.exception() for work in queued]
-            for error in filter(None, errors):
-                raise RuntimeError(str(error))
+        """An operation on a device that fails does not end; the alarm says why."""
+        super().wait_for(mark)
         self.busy = False
 
     @contextlib.contextmanager
@@ -294,7 +307,7 @@ class TorchChannel(Channel):
         self.alarm.check()
 
 
-def _on_devices(groups: dict[str, Any]) -> Iterable[Any]:
+def _on_devices(groups: dict[str, Any]) -> list[Any]:
     return [group for kind, group in groups.items() if kind != "cpu"]
 
 

@@ -19,6 +19,7 @@ __all__ = ["main"]
 COMMANDS = {
     "install-horovod": "build Horovod for the installed torch, and install it",
     "doctor": "check what is installed, which backends work, and what to do about the rest",
+    "selftest": "try this machine's devices with real ranks, in two minutes",
     "algorithms": "list the installed strategies, with their papers",
     "simulate": "run an algorithm in simulated time, with simulated slow workers",
     "plan": "choose an algorithm and its settings from the workers' speeds",

@@ -144,6 +144,11 @@ class Control:
         with contextlib.suppress(zmq.Again):
             self._main.send(encode(message), zmq.NOBLOCK)
 
+    def announce_exchange(self, message: Message) -> None:
+        """The same, for the communication thread only."""
+        with contextlib.suppress(zmq.Again):
+            self.rounds.send(encode(message), zmq.NOBLOCK)
+
     def leave(self, error: str | None = None) -> None:
         """Say goodbye, or why not, and close; for the training thread only."""
         if self._leaving.is_set():

@@ -181,6 +181,7 @@ class Desk:
         """Between two segments: from now on gradients have another form, late ones too."""
         old = self.layout
         with self._changed:
+            self.pool.part_with()
             self._lay_out(layout)
             if self._applied is not None:
                 self._applied.part_with(self.streams)
@@ -205,9 +206,12 @@ class Desk:
                 self._gradients.detach()
                 self._accumulated = None
 
+    def complete(self) -> None:
+        """Nothing that is queued from now on belongs to the gradient any more."""
+        self.accumulated.hand_over(self.streams)
+
     def publish(self, flat: Flat, contribution: Contribution) -> None:
         """Hand a gradient over; its buffers belong to the rounds from now on."""
-        flat.hand_over(self.streams)
         with self._changed:
             self._pending[contribution.seq] = flat
         self._control.announce(
@@ -237,7 +241,7 @@ class Desk:
         """No round will use it: its memory is free again."""
         with self._changed:
             self._feed(decision)
-            self.pool.give_back(self._pending.pop(decision.seq).take_up(self.streams))
+            self.pool.give_back(self._pending.pop(decision.seq), used=False)
 
     def heard(self, decision: Passed | Again) -> None:
         """The token has moved; or another gradient is wanted."""

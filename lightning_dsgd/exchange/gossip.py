@@ -192,19 +192,19 @@ class GossipExchange:
     # ----------------------------------------------------------------- dsgd-gossip
 
     def _run(self) -> None:
-        self._streams.enter()
-        with self._streams.own():
-            self._serve()
-
-    def _serve(self) -> None:
         try:
-            while not self._closing and self._alarm.error is None:
-                if self._control.rounds.poll(_NAP_MS):
-                    self._heed(decode_downward(self._control.rounds.recv()))
+            self._streams.enter()
+            with self._streams.own():
+                self._serve()
         except RunError as error:
             self._alarm.ring(error)
         except Exception as error:
             self._alarm.ring(RunError(f"rank {self.rank}: {type(error).__name__}: {error}"))
+
+    def _serve(self) -> None:
+        while not self._closing and self._alarm.error is None:
+            if self._control.rounds.poll(_NAP_MS):
+                self._heed(decode_downward(self._control.rounds.recv()))
 
     def _heed(self, decision: Message) -> None:
         if isinstance(decision, Pair):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ from lightning_dsgd.backends.streams import Moment, Streams, happened, look_unti
 from lightning_dsgd.control.link import Control, Wait
 from lightning_dsgd.errors import RoundTimeoutError, RunError
 from lightning_dsgd.exchange.gradients import Flat
-from lightning_dsgd.workers.messages import Contribution, encode
+from lightning_dsgd.workers.messages import Contribution
 
 Wire = Literal["full", "bf16", "fp16"]
 WIRES: dict[str, torch.dtype | None] = {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,7 +46,8 @@ class Pipeline:
     ) -> None:
         self.busy_seconds = 0.0
         """From the start of each exchange until its end, all of them together."""
-        self._waited = 0.0
+        self.waited_seconds = 0.0
+        """The part of it that training has spent waiting, as far as it is known."""
         self._channel = channel
         self._control = control
         self._alarm = channel.alarm
@@ -60,7 +62,7 @@ class Pipeline:
         self._began = streams.moment()
         self._spans: list[tuple[Moment, Moment]] = []
         """Of computing, in the present turn; waiting is none."""
-        self._idle: list[tuple[Moment, Moment]] = []
+        self._idle: deque[tuple[Moment, Moment]] = deque()
         self._counted: list[tuple[Moment, Moment]] = []
         """Those of the turn whose step is under way."""
         self._closing = False
@@ -113,17 +115,16 @@ class Pipeline:
         went_on = self._streams.moment()
         self._spans.append((self._began, came))
         self._idle.append((came, went_on))
+        self._count_idle()
         self._began = went_on
         self._decode(self._flat)
         self._flat = None
 
-    @property
-    def waited_seconds(self) -> float:
-        """The part of all exchanges that training has spent waiting, as far as it is known."""
+    def _count_idle(self) -> None:
+        """As far as the device has come."""
         while self._idle and happened(self._idle[0][1].mark):
-            came, went_on = self._idle.pop(0)
-            self._waited += came.seconds_until(went_on)
-        return self._waited
+            came, went_on = self._idle.popleft()
+            self.waited_seconds += came.seconds_until(went_on)
 
     def close(self) -> None:
         """End the thread; nothing may be under way any more, or the alarm must have rung."""
@@ -159,20 +160,20 @@ class Pipeline:
     # --------------------------------------------------------------- dsgd-pipeline
 
     def _run(self) -> None:
-        self._streams.enter()
-        with self._streams.own():
-            self._serve()
-
-    def _serve(self) -> None:
         try:
-            while self._await_work():
-                self._exchange()
+            self._streams.enter()
+            with self._streams.own():
+                self._serve()
         except RunError as error:
             self._alarm.ring(error)
         except Exception as error:
             self._alarm.ring(
                 RunError(f"rank {self._channel.rank}: {type(error).__name__}: {error}")
             )
+
+    def _serve(self) -> None:
+        while self._await_work():
+            self._exchange()
 
     def _await_work(self) -> bool:
         with self._changed:
@@ -208,7 +209,7 @@ class Pipeline:
             exchange=self._last_seconds,
             finite=self._finite,
         )
-        self._control.rounds.send(encode(came))
+        self._control.announce_exchange(came)
 
     def _await_count(self) -> None:
         """All ranks have announced this exchange, or it could not have ended: word is coming."""

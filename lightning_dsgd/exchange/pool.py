@@ -55,9 +55,16 @@ class FlatPool:
             over -= 1
             del self._free[free.pop()]
 
-    def give_back(self, flat: Flat) -> None:
-        """The calling thread's stream was the last to use it."""
-        flat.hand_over(self._streams)
+    def part_with(self) -> None:
+        """What lies here may be freed when the calling thread's stream is done with it."""
+        with self._lock:
+            for flat in self._free:
+                flat.take_up(self._streams).part_with(self._streams)
+
+    def give_back(self, flat: Flat, used: bool = True) -> None:
+        """The calling thread's stream was the last to use it, unless it has not."""
+        if used:
+            flat.hand_over(self._streams)
         with self._lock:
             self._used -= 1
             self._free.append(flat)

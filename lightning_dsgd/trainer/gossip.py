@@ -130,6 +130,7 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
         self.tally: GossipTally | None = None
         """As of the last segment's end; kept after training."""
         self._exchange: GossipExchange | None = None
+        self._own_steps: OwnSteps | None = None
         self._in_epoch = False
         self._fresh = True
 
@@ -229,6 +230,7 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
 
     def close_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
+        self._own_steps = None
         self._in_epoch = False
         if exchange is not None:
             exchange.close()
@@ -311,6 +313,7 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
     def _judge(self, loss: Tensor) -> None:
         """A gradient that is not finite is not applied, or ends the run."""
         assert self._exchange is not None and self.lightning_module is not None
+        assert self._own_steps is not None
         trainer: Trainer = self.lightning_module.trainer
         whole = loss.detach() * trainer.accumulate_grad_batches
         step = trainer.global_step + 1

@@ -157,6 +157,7 @@ class GradientStrategy(CoordinatedStrategy):
 
         Sooner it would be news of something that others may have to wait for.
         """
+        self.desk.complete()
         parts = [] if self.nonfinite == "ignore" else self.desk.accumulated
         reading = self.streams.reading(sums(self._mean_loss(), parts))
         if not self.desk.await_gradient(reading.mark):
@@ -183,9 +184,10 @@ class GradientStrategy(CoordinatedStrategy):
     def _host_seconds(self) -> float:
         """Spent on a gradient that the device may not have come to yet."""
         assert self._began is not None
-        whole = sum(ended.host - began.host for began, ended in self._spans)
-        counted = bool(self._spans) and self._spans[-1][0] is self._began
-        return whole if counted else whole + time.monotonic() - self._began.host
+        *whole, (began, _) = [*self._spans, (self._began, self._began)]
+        if whole and whole[-1][0] is self._began:
+            *whole, (began, _) = whole  # all of it is queued; the device has not done it
+        return sum(b.host - a.host for a, b in whole) + time.monotonic() - began.host
 
     # -------------------------------------------------- a further gradient within it
 
@@ -240,6 +242,11 @@ class GradientStrategy(CoordinatedStrategy):
                 f"{type(self).__name__} ranks run it unequally often; reduce at the end of the "
                 "epoch (on_step=False, on_epoch=True); dsgd/loss is each update's mean loss"
             )
+
+    def forget_gradient(self) -> None:
+        """Training is over; what is of a device alone cannot be copied with the strategy."""
+        self._began, self._spans, self._losses = None, [], []
+        self._ahead.clear()
 
     # ---------------------------------------------------------------------- cancelling
 

@@ -142,7 +142,7 @@ class PipelineStrategy(CoordinatedStrategy):
 
     def close_exchange(self) -> None:
         pipeline = self._pipeline
-        self._pipeline = self._points = None
+        self._pipeline = self._points = self._own_steps = None
         if pipeline is not None:
             pipeline.close()
 

@@ -230,6 +230,8 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
             self.idle_seconds = desk.waited
             self.gradients_held = desk.pool.peak
         self.replace_cancel_hooks([])
+        self.forget_gradient()
+        self._checksums.clear()
 
     # ------------------------------------------------------------ checkpoints and logs
 

@@ -138,7 +138,8 @@ class RoundsAlgorithm(Algorithm):
         """Where gradients have so many bytes."""
         fit = max(_FEWEST, self.max_lag_mb * _MIB // max(nbytes, 1))
         lag = min(self.max_lag, fit)
-        given = max(lag, math.ceil((self.first_k(workers) or 1) / workers))
+        needed = max(self.first_k(workers) or 1, self.gradients_per_round(workers))
+        given = max(lag, math.ceil(needed / max(1, workers - 1)))  # one of them may be slow
         return MemoryBound(nbytes, lag, given, tight=fit < self.max_lag)
 
     def restored_policy(

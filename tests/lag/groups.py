@@ -34,9 +34,10 @@ class AbortedError(RuntimeError):
 class LagWork(dist._Work):  # type: ignore[misc, name-defined]
     """One collective under way."""
 
-    def __init__(self, tensors: Any) -> None:
+    def __init__(self, tensors: Any, aborted: threading.Event) -> None:
         super().__init__()
         self._tensors = tensors
+        self._aborted = aborted
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] = torch.futures.Future()
         self._ended = threading.Event()
@@ -50,10 +51,13 @@ class LagWork(dist._Work):  # type: ignore[misc, name-defined]
             self._future.set_exception(error)
 
     def _pass(self) -> None:
-        """On a stream that waits for this: what went wrong is that stream's trouble, too."""
+        """On a stream that waits for this; what went wrong never ends, until the group is aborted.
+
+        So it is with NCCL, whose kernels spin when a peer is gone.
+        """
         self._ended.wait()
-        if self._error is not None and not isinstance(self._error, AbortedError):
-            raise self._error
+        if self._error is not None:
+            self._aborted.wait()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         current_stream().put(self._pass)
@@ -98,7 +102,7 @@ class LagGroup(_Group):  # type: ignore[misc]  # its methods have many more form
         self._gloo = gloo(store, rank, size, options)
         self._wires = Wires(open_sockets() - before)
         self._stream = Stream(priority=-1)
-        self._aborted = False
+        self._aborted = threading.Event()
 
     def getBackendName(self) -> str:
         return "lagccl"
@@ -132,32 +136,32 @@ class LagGroup(_Group):  # type: ignore[misc]  # its methods have many more form
 
     def abort(self) -> None:
         """End what is under way; what comes later fails at once."""
-        self._aborted = True
+        self._aborted.set()
         self._wires.cut()
 
     shutdown = abort
 
     def _queue(self, tensors: Any, start: Callable[[], Any]) -> LagWork:
-        work = LagWork(tensors)
+        work = LagWork(tensors, self._aborted)
         self._stream.wait_stream(current_stream())
         self._stream.put(functools.partial(self._run, work, start))
         return work
 
     def _run(self, work: LagWork, start: Callable[[], Any]) -> None:
         try:
-            if not self._aborted:
+            if not self._aborted.is_set():
                 self._finish(start())
         except Exception as error:
-            work.end(AbortedError("the group was aborted") if self._aborted else error)
+            work.end(AbortedError("the group was aborted") if self._aborted.is_set() else error)
         else:
-            work.end(AbortedError("the group was aborted") if self._aborted else None)
+            work.end(AbortedError("the group was aborted") if self._aborted.is_set() else None)
 
     def _finish(self, inner: Any) -> None:
         """Gloo's own thread wakes us; a callback of ours might come when Python is gone."""
-        while not inner.is_completed() and not self._aborted:
+        while not inner.is_completed() and not self._aborted.is_set():
             with contextlib.suppress(RuntimeError):  # not yet, or failed: then it is completed
                 inner.wait(_GLANCE)
-        inner.wait(_GRACE if self._aborted else _GLANCE)
+        inner.wait(_GRACE if self._aborted.is_set() else _GLANCE)
 
 
 def _list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
