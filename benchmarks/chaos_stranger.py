@@ -1,8 +1,9 @@
 """A process that has no part in a training, and knocks at its control plane's port.
 
-    python -m benchmarks.chaos_stranger ENDPOINT SERVER_KEY KIND
+    python -m benchmarks.chaos_stranger KIND ENDPOINT SERVER_KEY MESSAGE
 
-It claims to be rank 0. Its end is 0 if it got as far as a connection, and no further.
+It claims to be rank 0. Its end is 0 if it got as far as a connection, and no further. It needs
+nothing but ZeroMQ, so as to be there soon.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import time
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
-
-from lightning_dsgd.control.coordinator import identity
-from lightning_dsgd.workers.messages import Contribution, Hello, encode
 
 STRANGERS = ("stranger without a key", "stranger with a key", "stranger with noise")
 _HELD = 1.5
@@ -39,18 +37,17 @@ def make_noise(port: int) -> bool:
     return all([throw(noise, port) for noise in noises]) and throw(_GREETING, port, _HELD)
 
 
-def knock(endpoint: str, server_key: bytes, with_key: bool) -> bool:
+def knock(endpoint: str, server_key: bytes, message: bytes, with_key: bool) -> bool:
     """With ZeroMQ, and with a key that no rank has shown the others; again and again."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        stranger.identity = identity(0, "main")
+        stranger.identity = b"0/main"
         if with_key:
             stranger.curve_serverkey = server_key
             stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         monitor = stranger.get_monitor_socket()
         stranger.connect(endpoint)
-        for message in (Hello(0), Contribution(0, 1, 0)):
-            stranger.send(encode(message))
+        stranger.send(message)
         events = list(seen(monitor))
         stranger.disable_monitor()
         monitor.close(linger=0)
@@ -68,10 +65,11 @@ def seen(monitor: zmq.Socket[bytes]) -> list[int]:
 
 
 def main() -> int:
-    endpoint, server_key, kind = sys.argv[1:]
+    kind, endpoint, server_key, message = sys.argv[1:]
     if kind == "stranger with noise":
         return not make_noise(int(endpoint.rpartition(":")[2]))
-    return not knock(endpoint, server_key.encode(), kind == "stranger with a key")
+    with_key = kind == "stranger with a key"
+    return not knock(endpoint, server_key.encode(), bytes.fromhex(message), with_key)
 
 
 if __name__ == "__main__":

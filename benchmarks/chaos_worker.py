@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dsgd
 from lightning_dsgd.control.trace import FILE_NAME
+from lightning_dsgd.workers.messages import Contribution, encode
 
 Fault = dict[str, Any]
 
@@ -151,7 +152,7 @@ class Net(pl.LightningModule):
     def harm(self, place: str) -> float:
         """Gives the loss's factor, if it comes to that."""
         fault, kind = self.fault, self.fault["kind"]
-        if fault["place"] != place or self.global_rank != fault["victim"]:
+        if kind not in ACTS or fault["place"] != place or self.global_rank != fault["victim"]:
             return 1.0
         if self.global_step < fault["step"] or self.is_over():
             return 1.0
@@ -193,7 +194,8 @@ class Outside(pl.Callback):
         here = pl_module.folder / f"training.{trainer.global_rank}"
         if not here.exists():
             ticket = trainer.strategy.control._ticket
-            here.write_text(json.dumps([ticket.endpoint, ticket.key.decode()]))
+            message = encode(Contribution(0, 1, 0)).hex()
+            here.write_text(json.dumps([ticket.endpoint, ticket.key.decode(), message]))
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """What is to come must come before the last epoch."""

@@ -46,13 +46,14 @@ COLUMNS = {
     "delayed_accuracy": ["4 ranks", "test accuracy %, by seed", "mean", "to synchronous"],
     "chaos": ["fault", "times", "launchers", "must be", "was", "longest, s"],
     "memory": ["2 ranks, torch", "peak MiB per rank", "beyond plain, in model sizes"],
+    "cpu_time": [f"{os.cpu_count()} cores, CPU ms per update and rank", "before", "now", "ratio"],
     "slow_network": [
         *("x", "c", "dc_s3gd", "backup_workers, backups=0", "Lightning DDP"),
         *("dc_s3gd / max(x, c)", "backups=0 / (x + c)", "DDP / (x + c)"),
     ],
 }
 """The head of each benchmark's first table."""
-PARTS = {"__main__", "worker", "memory_worker", "chaos_worker"}
+PARTS = {"__main__", "worker", "memory_worker", "cpu_time_worker", "chaos_worker", "chaos_stranger"}
 """The names of the first are in the table above; the others are what benchmarks launch."""
 TOGETHER = tuple(name for name in BENCHMARKS if "horovodrun" not in name)
 """One launch serves them all, for starting ranks is what takes the time."""

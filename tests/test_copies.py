@@ -13,18 +13,26 @@ import pytest
 
 from tests.launching import launch, results
 from tests.test_trainer_features import (
+    test_a_reduction_in_every_step_needs_every_rank_in_it,
     test_bf16_several_groups_and_unused_parameters,
     test_buffers_and_metrics_agree,
     test_collectives_of_the_trainer,
+    test_copies_and_pickles_of_a_trainer_train_themselves,
+    test_data_without_length_and_data_that_starts_over,
     test_early_stopping_checkpoints_and_synchronised_logs,
+    test_loaders_in_a_structure_and_kept_workers,
     test_ranks_train_on_their_own_shards,
 )
 
 __all__ = [
+    "test_a_reduction_in_every_step_needs_every_rank_in_it",
     "test_bf16_several_groups_and_unused_parameters",
     "test_buffers_and_metrics_agree",
     "test_collectives_of_the_trainer",
+    "test_copies_and_pickles_of_a_trainer_train_themselves",
+    "test_data_without_length_and_data_that_starts_over",
     "test_early_stopping_checkpoints_and_synchronised_logs",
+    "test_loaders_in_a_structure_and_kept_workers",
     "test_ranks_train_on_their_own_shards",
 ]
 
@@ -35,9 +43,14 @@ TOLD = [
     "copies.kept_in_the_background",
     "copies.caught",
     "copies.whose",
+    "features.logs_in_step",
     "features.bf16_and_groups",
     "features.callbacks_and_logs",
+    "features.copied_and_pickled",
+    "features.iterable_data",
+    "features.loader_processes",
     "features.predictions_and_gathers",
+    "features.shaped_loaders",
     "features.shards_and_buffers",
 ]
 

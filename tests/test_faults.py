@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT, alive, all_gone, command, environment
-from tests.ranks.faulty import MISTAKE, RANKS
+from tests.ranks.faulty import MISTAKE, ORPHANED, RANKS
 
 LAUNCHES = [
     ["torchrun", "backup_workers:raise:1", "dc_s3gd:raise:2", "backup_workers:kill:0"],
     ["torchrun", "k_batch_sync:raise:2", "cyclic_delay:raise:0", "backup_workers:stop:1"],
+    ["torchrun", "backup_workers:orphan:1"],
     ["python", "backup_workers:stop:1"],
     ["torchrun", "ad_psgd:raise:2", "ad_psgd:kill:1"],
     ["horovodrun", "k_batch_sync:raise:0", "cyclic_delay:raise:2", "backup_workers:kill:1"],
@@ -27,10 +28,16 @@ LAUNCHES = [
 
 ERRORS = {
     "kill": {"PeerLostError"},
+    "orphan": {"PeerLostError"},
     "raise": {"PeerFailedError"},
     "stop": {"PeerLostError", "RoundTimeoutError"},  # silent for `timeout`: either may say so first
 }
-LIMITS = {"kill": 10.0, "raise": 10.0, "stop": 10.0 + 5.0}  # after the `timeout` of 5 s
+LIMITS = {
+    "kill": 10.0,
+    "orphan": ORPHANED / 3,
+    "raise": 10.0,
+    "stop": 10.0 + 5.0,  # after the `timeout` of 5 s
+}
 
 
 def run(launcher: str, cases: list[str], out: Path) -> int:

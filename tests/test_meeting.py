@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,14 @@ import torch.distributed as dist
 
 from lightning_dsgd.backends import on_torch
 from lightning_dsgd.backends.seal import SECRET, SECRET_FILE, Seal, this_seal
+from lightning_dsgd.cli.doctor import Report, as_text, describe_secret
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.control.cards import Card, check_cards, decode_card, encode_card
-from lightning_dsgd.errors import ConfigurationError, RunError
+from lightning_dsgd.errors import ConfigurationError, PeerFailedError, RunError
+from tests.launching import results
+from tests.ranks.meeting import OTHER
 
+SCENARIOS = ["meeting.mismatches", "meeting.secrets"]
 CARD = Card("0.1.0", 1, "fit", "k_sync", "{'k': 2}", "host", "127.0.0.1", b"key")
 
 
@@ -46,6 +52,8 @@ def test_only_who_has_the_secret_is_read() -> None:
     ours, theirs, none = Seal(b"0123456789abcdef"), Seal(b"fedcba9876543210"), Seal(None)
     assert ours.open(ours.close(b"words")) == b"words" and none.open(b"words") == b"words"
     assert ours and not none
+    with pytest.raises(RunError, match=SECRET):
+        none.open(ours.close(b"words"))
     for forged in (b"words", b"", theirs.close(b"words"), ours.close(b"words")[:-1] + b"z"):
         with pytest.raises(RunError, match=SECRET):
             ours.open(forged)
@@ -63,6 +71,15 @@ def test_the_environment_says_which_secret(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv(SECRET_FILE, str(tmp_path / "missing"))
     with pytest.raises(ConfigurationError, match="cannot be read"):
         this_seal()
+
+
+def test_the_doctor_says_whether_there_is_a_secret() -> None:
+    for name in (SECRET, SECRET_FILE):
+        assert describe_secret({name: "anything"}) == "set"
+    without = describe_secret({"HOME": "/"})
+    assert SECRET in without and "SECURITY.md" in without
+    lines = as_text(Report(secret=without)).splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines if "secret" in line] == [without]
 
 
 class Touch:
@@ -138,3 +155,90 @@ def test_whatever_ranks_send_each_other_arrives() -> None:
         assert [t.dtype for t in tensors[:2]] == [torch.int64, torch.bfloat16]
         assert tensors[0].tolist() == [0, 1, 2] and tensors[1].shape == (2, 2)
         assert [t.shape for t in tensors[2:]] == [(2, 0), (0, 4)]
+
+
+WORD = "rank 1 failed: ValueError: oh"
+
+
+def _waiting_for(word: Callable[[Rank], object], secrets: tuple[str, str]) -> RunError:
+    """What rank 0 says, which waits for the card of a rank that leaves this instead."""
+
+    def meet(backend: Rank) -> object:
+        if backend.rank == 1:
+            return word(backend)
+        began = time.monotonic()
+        try:
+            return backend.introduce(b"card")
+        finally:
+            assert time.monotonic() - began < 10.0, "of the 20 seconds that it would wait"
+
+    waited, _ = _two(secrets, meet)
+    assert isinstance(waited, RunError)
+    return waited
+
+
+def test_who_fails_before_it_has_shown_its_card_leaves_word() -> None:
+    same = ("the job's own secret",) * 2
+    error = _waiting_for(lambda rank: rank.give_word(ValueError("oh")), same)
+    assert isinstance(error, PeerFailedError) and str(error) == WORD
+    error = _waiting_for(lambda rank: rank.give_word(ValueError("oh\x1b[2J" + "h" * 9999)), same)
+    assert str(error).startswith(f"{WORD} [2Jhhh") and len(str(error)) == 500
+
+
+def test_a_strangers_word_is_not_read() -> None:
+    guess = ("the job's own secret", "a stranger's guess")
+    error = _waiting_for(lambda rank: rank.give_word(ValueError("oh")), guess)
+    assert SECRET in str(error) and WORD not in str(error)
+
+
+def test_who_cannot_read_the_secret_leaves_word_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(on_torch, "_store", lambda *_: store)
+    monkeypatch.setattr(on_torch, "_JOBS", itertools.repeat(0))
+
+    def connect(rank: int) -> None:
+        on_torch.TorchBackend(rank, 2, "", 1, torch.device("cpu"), Alarm(), 20.0)
+
+    monkeypatch.setenv(SECRET, "short")
+    with pytest.raises(ConfigurationError, match="5 characters"):
+        connect(1)
+    monkeypatch.setenv(SECRET, "the job's own secret")
+    with pytest.raises(RunError, match=SECRET):
+        connect(0)
+
+
+def test_what_the_others_find_by_themselves_is_no_word() -> None:
+    def work(backend: Rank) -> bool:
+        backend.give_word(RunError("time is up"))
+        return backend._store.check([on_torch._FAILED])
+
+    assert _two(("the job's own secret",) * 2, work) == [False, False]
+
+
+@pytest.mark.parametrize("what", ["strategies", "arguments"])
+def test_ranks_that_do_not_belong_together_are_refused_on_all(launched: Path, what: str) -> None:
+    ends = [found[what] for found in results(launched, "meeting.mismatches")]
+    assert len(set(ends)) == 1
+    assert ends[0].startswith(f"ConfigurationError: the ranks have {_SAID[what]}")
+    names = {"strategies": ("k_async", "k_sync"), "arguments": ("'k': 2", "'k': 3")}[what]
+    parts = ends[0].split("rank ")[1:]
+    for rank, part in enumerate(parts[:4]):
+        assert part.startswith(f"{rank}: ") and names[rank == OTHER] in part, ends[0]
+
+
+_SAID = {
+    "strategies": "different strategies",
+    "arguments": "made their strategies with different arguments",
+}
+
+
+@pytest.mark.parametrize("how", ["different", "one has none", "one has one"])
+def test_ranks_with_different_secrets_are_refused(launched: Path, how: str) -> None:
+    for found in results(launched, "meeting.secrets"):
+        assert found[how].startswith("RunError: a message does not come from a rank of this job")
+        assert SECRET in found[how]
+
+
+def test_ranks_with_one_secret_train(launched: Path) -> None:
+    ends = {found["same"] for found in results(launched, "meeting.secrets")}
+    assert len(ends) == 1 and ends.pop().startswith("finished ")

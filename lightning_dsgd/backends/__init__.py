@@ -246,6 +246,10 @@ class Backend(abc.ABC):
         They wait twice `timeout`, so that the control plane can say first who is missing.
         """
 
+    def give_word(self, error: BaseException) -> None:
+        """Tell who waits for this rank's card, if there is a way, that it will not come."""
+        return
+
     @abc.abstractmethod
     def abandon(self) -> None:
         """Leave without the others, after a failure, so that they notice at once."""

@@ -28,14 +28,19 @@ from torch import Tensor
 from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
 from lightning_dsgd.backends.hosts import Place, reachable_address, this_place
 from lightning_dsgd.backends.on_devices import first_used, maker_for
+from lightning_dsgd.backends.seal import Seal
 from lightning_dsgd.backends.streams import Mark
 from lightning_dsgd.backends.wires import Wires, open_sockets
 from lightning_dsgd.control.alarm import Alarm
-from lightning_dsgd.errors import ConfigurationError, RoundTimeoutError, RunError
+from lightning_dsgd.errors import ConfigurationError, PeerFailedError, RoundTimeoutError, RunError
 
 _JOBS = itertools.count()
 _GLANCE = 0.02
 """Seconds between two looks while ranks wait for each other's cards."""
+_FAILED = "failed"
+"""Under which a rank leaves word that it will not come, while others wait for its card."""
+_LONGEST_WORD = 500
+"""Characters of it."""
 _GRACE = 2.0
 """Seconds for what has been cut off to notice."""
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -63,17 +68,30 @@ class TorchBackend(Backend):
         timeout: float,
         edges: Sequence[Edge] = (),
     ) -> None:
-        super().__init__(rank, world_size, alarm, timeout, edges)
+        self.rank, self.seal = rank, Seal(None)  # for a word, should the secret not be there
         self._device = device
-        chosen = _chosen_devices()
         self._patience = max(timeout, MEETING_SECONDS)
         store = _store(address, port, rank, world_size, self._patience)
         self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
         self._cards: list[str] = []
         self._channels: list[TorchChannel] = []
         self._opened = 0
-        self._gloo_devices = chosen or [_device(self._own_address(address))]
+        try:
+            super().__init__(rank, world_size, alarm, timeout, edges)
+            self._gloo_devices = self._devices_at(address)
+        except Exception as error:
+            self.give_word(error)
+            raise
         _backends.add(self)
+
+    def _devices_at(self, meeting_point: str) -> list[Any]:
+        """The user's, or one at the address by which the others reach this host.
+
+        All ranks show their places, so that some may have an interface chosen for them.
+        """
+        chosen = _chosen_devices()
+        address = self._own_address(meeting_point)
+        return chosen or [_device(address)]
 
     def introduce(self, card: bytes) -> list[bytes]:
         """Through the launcher's store, where each rank leaves its card."""
@@ -86,6 +104,7 @@ class TorchBackend(Backend):
     def _await_cards(self, keys: list[str]) -> None:
         deadline = time.monotonic() + self._patience
         while not self._store.check(keys):
+            self._heed_word()
             time.sleep(_GLANCE)
             self.alarm.check()
             if time.monotonic() > deadline:
@@ -95,6 +114,21 @@ class TorchBackend(Backend):
                     f"rank {self.rank} has waited {self._patience:g} s for rank "
                     f"{', '.join(missing)} to start"
                 )
+
+    def _heed_word(self) -> None:
+        if self._store.check([_FAILED]):
+            word = self.seal.open(self._store.get(_FAILED))[: 4 * _LONGEST_WORD]
+            text = word.decode(errors="replace")[:_LONGEST_WORD]
+            raise PeerFailedError("".join(c if c.isprintable() else " " for c in text))
+
+    def give_word(self, error: BaseException) -> None:
+        """What is no rank's own, such as a time that has run out, the others find by themselves."""
+        if isinstance(error, RunError):
+            return
+        text = f"rank {self.rank} failed: {type(error).__name__}: {error}"[:_LONGEST_WORD]
+        with contextlib.suppress(Exception):
+            self._store.set(_FAILED, self.seal.close(text.encode()))  # type: ignore[arg-type]  # bytes, too
+            time.sleep(5 * _GLANCE)  # all have looked, should the store end with this process
 
     def _own_address(self, meeting_point: str) -> str:
         """By which the others reach this host."""
@@ -359,7 +393,7 @@ def _chosen_devices() -> list[Any]:
 
 @functools.cache
 def _device_on(interface: str) -> Any:
-    """Gloo's sockets on that interface; a wrong name is refused before the ranks meet."""
+    """Gloo's sockets on that interface; a wrong name is refused before anything is sent."""
     gloo: Any = dist.ProcessGroupGloo
     try:
         return gloo.create_device(interface=interface)

@@ -19,6 +19,8 @@ SECRET = "LIGHTNING_DSGD_SECRET"
 SECRET_FILE = "LIGHTNING_DSGD_SECRET_FILE"
 _SIZE = hashlib.sha256().digest_size
 _SHORTEST = 16
+_SEALED = b"\xc1sealed"
+"""How it begins; nothing that ranks encode begins like that."""
 
 
 class Seal:
@@ -32,14 +34,16 @@ class Seal:
 
     def close(self, payload: bytes) -> bytes:
         """The payload with its code in front."""
-        return self._code(payload) + payload if self._secret is not None else payload
+        return _SEALED + self._code(payload) + payload if self._secret is not None else payload
 
     def open(self, data: bytes) -> bytes:
         """The payload, if it is from a rank of this job."""
-        if self._secret is None:
+        sealed, ours = data.startswith(_SEALED), self._secret is not None
+        if not sealed and not ours:
             return data
-        code, payload = data[:_SIZE], data[_SIZE:]
-        if not hmac.compare_digest(code, self._code(payload)):
+        start = len(_SEALED) + _SIZE
+        code, payload = data[len(_SEALED) : start], data[start:]
+        if not (sealed and ours and hmac.compare_digest(code, self._code(payload))):
             raise RunError(
                 "a message does not come from a rank of this job, or ranks have different secrets: "
                 f"see that {SECRET} or {SECRET_FILE} holds the same on every host"

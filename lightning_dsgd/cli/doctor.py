@@ -227,5 +227,6 @@ def as_text(report: Report) -> str:
     for finding in report.findings:
         mark = "ERROR" if finding.fatal else "note"
         lines += ["", f"{mark}: {finding.problem}", f"  remedy: {finding.remedy}"]
-    verdict = "ready to train" if report.can_run else "nothing can run here"
+    ready = "ready to train; `lightning-dsgd selftest` tries it, with real ranks"
+    verdict = ready if report.can_run else "nothing can run here"
     return "\n".join([*lines, "", verdict])

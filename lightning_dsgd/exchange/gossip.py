@@ -27,7 +27,7 @@ from lightning_dsgd.backends.streams import Streams
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.control.link import Control, Wait
 from lightning_dsgd.errors import RunError
-from lightning_dsgd.exchange.gradients import Flat
+from lightning_dsgd.exchange.gradients import Flat, is_narrow
 from lightning_dsgd.workers.messages import Closed, Computed, Go, Message, Pair, decode_downward
 
 _NAP_MS = 200
@@ -220,8 +220,11 @@ class GossipExchange:
         _copy(self._mine, self._sum)
         channel = self._pairs[pair.partner]
         for buffer in self._sum:
-            channel.sum_(buffer)
-            buffer.div_(2)
+            if is_narrow(buffer):
+                channel.sum_(buffer.div_(2))
+            else:
+                channel.sum_(buffer)
+                buffer.div_(2)
         channel.wait_for(self._streams.mark())
         self.model.move(self._mine, self._sum, seen)
         with self._changed:

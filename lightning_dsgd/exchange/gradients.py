@@ -14,6 +14,13 @@ from torch import Tensor, nn
 from lightning_dsgd.backends.streams import Mark, Streams, happened
 from lightning_dsgd.errors import ConfigurationError
 
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def is_narrow(buffer: Tensor) -> bool:
+    """A sum of several such buffers may not fit where their mean does: divide before summing."""
+    return buffer.dtype in _NARROW
+
 
 class Flat(list[Tensor]):
     """A gradient, or a model, as flat memory: one buffer per dtype.

@@ -21,7 +21,7 @@ from lightning_dsgd.backends import Channel
 from lightning_dsgd.backends.streams import Moment, Streams, happened, look_until
 from lightning_dsgd.control.link import Control, Wait
 from lightning_dsgd.errors import RoundTimeoutError, RunError
-from lightning_dsgd.exchange.gradients import Flat
+from lightning_dsgd.exchange.gradients import Flat, is_narrow
 from lightning_dsgd.workers.messages import Contribution
 
 Wire = Literal["full", "bf16", "fp16"]
@@ -139,6 +139,8 @@ class Pipeline:
     def _encoded(self, flat: Flat) -> Flat:
         dtype = WIRES[self._wire]
         if dtype is None:
+            for buffer in filter(is_narrow, flat):
+                buffer.div_(self._channel.world_size)
             return flat
         factor = _SCALE[self._wire] / self._channel.world_size
         return Flat([buffer.mul_(factor).to(dtype) for buffer in flat])
@@ -147,7 +149,8 @@ class Pipeline:
         assert self._sent is not None
         if self._sent is flat:
             for buffer in flat:
-                buffer.div_(self._channel.world_size)
+                if not is_narrow(buffer):
+                    buffer.div_(self._channel.world_size)
         else:
             for buffer, sent in zip(flat, self._sent, strict=True):
                 buffer.copy_(sent).div_(_SCALE[self._wire])

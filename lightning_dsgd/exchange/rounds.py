@@ -9,14 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from lightning_dsgd.backends import Channel
 from lightning_dsgd.control.link import Control
 from lightning_dsgd.errors import RoundTimeoutError, RunError
 from lightning_dsgd.exchange.desk import Desk, Update
-from lightning_dsgd.exchange.gradients import Flat
+from lightning_dsgd.exchange.gradients import Flat, is_narrow
 from lightning_dsgd.workers.messages import (
     Again,
     Closed,
@@ -28,7 +25,6 @@ from lightning_dsgd.workers.messages import (
 )
 
 _NAP_MS = 200
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class RoundsThread:
@@ -111,7 +107,7 @@ class RoundsThread:
                 self._channel.broadcast_(buffer, decision.workers[0])
             else:
                 self._channel.sum_(buffer)
-            if self._divide and not _is_narrow(buffer):
+            if self._divide and not is_narrow(buffer):
                 buffer.div_(count)
         gradient.hand_over(self._streams)
         ended = self._streams.moment()
@@ -131,7 +127,7 @@ class RoundsThread:
             for buffer in flat:
                 if factor != 1.0:
                     buffer.mul_(factor)
-                if count != 1 and _is_narrow(buffer):
+                if count != 1 and is_narrow(buffer):
                     buffer.div_(count)
         (total, _), *others = mine
         for flat, _ in others:
@@ -139,8 +135,3 @@ class RoundsThread:
                 target.add_(source)
             pool.give_back(flat)
         return total
-
-
-def _is_narrow(buffer: Tensor) -> bool:
-    """A sum of several such gradients may not fit where their mean does."""
-    return buffer.dtype in _NARROW

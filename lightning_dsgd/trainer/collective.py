@@ -322,7 +322,7 @@ class CollectiveStrategy(ParallelStrategy):
                 stacked = self._main.gather(tensor.detach().clone().contiguous())
                 return stacked.amin(0) if kind == "min" else stacked.amax(0)
             exact = torch.float64 if not tensor.is_floating_point() else tensor.dtype
-            exact = torch.float32 if exact == torch.bfloat16 else exact
+            exact = torch.float32 if exact in (torch.float16, torch.bfloat16) else exact
             total = tensor.detach().to(exact, copy=True).contiguous()
             self._main.sum_(total)
             if kind == "mean":

@@ -252,6 +252,8 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
             control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
             if self.is_global_zero:
                 time.sleep(_LAST_WORD_SECONDS)
+        elif self._backend is not None and exception is not self._reported:
+            self._backend.give_word(exception)
         super().on_exception(exception)
         if self._backend is not None:
             # the communication thread must leave its collective before its socket is closed

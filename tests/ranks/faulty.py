@@ -2,9 +2,10 @@
 
     python -m tests.ranks.faulty OUT STRATEGY:KIND:VICTIM...
 
-KIND is raise, kill or stop; after a raise the same processes go on with the next case. A launcher
-ends all ranks as soon as one is gone. To see what each would do by itself, ranks ignore its signal
-and leave only when the others have noted their end too.
+KIND is raise, kill, stop, or orphan: killed while a DataLoader's worker is busy. After a raise the
+same processes go on with the next case. A launcher ends all ranks as soon as one is gone. To see
+what each would do by itself, ranks ignore its signal and leave only when the others have noted
+their end too.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
 import lightning_dsgd as dsgd
 from tests.ranks.lightning_copy import pl
 from tests.ranks.run import rank
-from tests.ranks.toy import Toy, loader, trainer_for
+from tests.ranks.toy import BATCH, Toy, dataset, loader, trainer_for
 
 LAUNCHED = not {"TORCHELASTIC_RUN_ID", "HOROVOD_RANK"}.isdisjoint(os.environ)
 RANKS = {"torchrun": 3, "horovodrun": 3, "python": 2}
 """With a third rank Lightning's own launcher would end a stopped one after the third's error."""
 OWN_RANKS = 3 if LAUNCHED else 2
 STEP = 6
+ORPHANED = 15.0
+"""Seconds that a worker outlives the rank that has started it, at least."""
 MISTAKE = "the victim's own mistake"
 
 
@@ -47,7 +52,29 @@ class Harm(pl.Callback):
         (self.out / "fault").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         if self.kind == "raise":
             raise ValueError(MISTAKE)
-        os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP if self.kind == "stop" else signal.SIGKILL)
+
+
+class Slow(Dataset[Any]):
+    """On the victim its reader is at work for long, soon after the victim has gone."""
+
+    def __init__(self, victim: int) -> None:
+        self.rows, self.taken, self.victim = dataset(), 0, victim
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.taken += 1
+        if rank() == self.victim and self.taken > (STEP + 2) * BATCH:
+            time.sleep(ORPHANED)
+        return self.rows[index]
+
+
+def data_for(kind: str, victim: int) -> Any:
+    if kind != "orphan":
+        return loader()
+    return DataLoader(Slow(victim), batch_size=BATCH, num_workers=1)
 
 
 def strategy_for(name: str, kind: str) -> Any:
@@ -86,7 +113,7 @@ def run(case: str, out: Path) -> BaseException | None:
     harm = Harm(kind, int(victim), out)
     trainer = trainer_for(strategy_for(name, kind), [harm], devices=OWN_RANKS, max_epochs=99)
     try:
-        trainer.fit(Toy(), loader())
+        trainer.fit(Toy(), data_for(kind, int(victim)))
         note(out, "finished")
         return None
     except BaseException as error:
