@@ -78,7 +78,7 @@ LEAST: list[Planned] = [
     *(("garbage", None), ("stranger with a key", None)),
 ]
 """A smoke run's."""
-PER_LAUNCH = 6
+PER_LAUNCH = 10
 GROWTH = 2
 """Threads, and descriptors, that may come and go by themselves."""
 
@@ -121,7 +121,7 @@ def draw(planned: Planned, launcher: str, dice: random.Random) -> Fault:
         "step": 0 if place in ELSEWHERE else dice.randrange(1, 10),
         "place": place,
         "doing": place if place in ("validate", "test") else "fit",
-        "timeout": 5.0 if kind == "stop" else 30.0,
+        "timeout": 5.0 if kind == "stop" else 120.0,
         "epochs": epochs(kind),
         "outside": kind in OUTSIDE,
     }
@@ -131,25 +131,25 @@ def chosen(count: int, dice: random.Random) -> list[Planned]:
     """First what must not be missing, then whatever comes."""
     kinds = dice.sample(FIRST, len(FIRST))
     while len(kinds) < count:
-        kinds.append((dice.choice(SOFT if dice.random() < 0.6 else HARD), None))
+        kinds.append((dice.choice(SOFT if dice.random() < 0.85 else HARD), None))
     return kinds[:count]
 
 
 def plan(faults: list[Planned], dice: random.Random) -> list[list[Fault]]:
     """By launch."""
-    launches: list[list[Fault]] = []
+    alone: list[list[Fault]] = []
     soft: dict[str, list[Fault]] = {"torchrun": [], "horovodrun": []}
     for planned in faults:
-        alone = planned[0] in HARD
-        launcher = dice.choice(["torchrun", "horovodrun", *["python"] * alone])
+        hard = planned[0] in HARD
+        launcher = dice.choice(["torchrun", "horovodrun", *["python"] * hard])
         fault = draw(planned, launcher, dice)
-        if alone:
-            launches.append([fault])
+        if hard:
+            alone.append([fault])
         else:
             soft[launcher].append(fault)
-    for alike in soft.values():
-        launches += [alike[i : i + PER_LAUNCH] for i in range(0, len(alike), PER_LAUNCH)]
-    return launches
+    every = PER_LAUNCH
+    shared = [some[i : i + every] for some in soft.values() for i in range(0, len(some), every)]
+    return [*shared, *alone]
 
 
 # ------------------------------------------------------------------------------- a launch
@@ -175,7 +175,7 @@ def conduct(faults: list[Fault]) -> tuple[list[Outcome], Any]:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            code = end(process, first, folder, limit=90.0 + 20.0 * len(faults))
+            code = end(process, first, folder, limit=240.0 + 40.0 * len(faults))
         left = orphans(name)
         launch = Launch(code, left, time.time(), (folder / "output").read_text())
         found = [look(fault, folder / str(n), launch) for n, fault in enumerate(faults)]
@@ -198,7 +198,7 @@ def end(process: subprocess.Popen[Any], fault: Fault, folder: Path, limit: float
 
 
 def are_training(fault: Fault, folder: Path, process: subprocess.Popen[Any]) -> bool:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 180.0
     while len(list(folder.glob("training.*"))) < fault["ranks"]:
         if time.monotonic() > deadline or process.poll() is not None:
             return False

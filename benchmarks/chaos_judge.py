@@ -29,8 +29,9 @@ OWN = {
 """How the victim itself ends, if not with what it has raised."""
 SAID = {"full disk": "cannot be written (No space left on device)", "NaN, dropped": "is not finite"}
 """What a rank must have told the user."""
-SOON, ORPHANS = 15.0, 15.0
-"""Seconds from the fault to the end of every rank, and from the launcher's to that of all."""
+SOON, ORPHANS = 30.0, 15.0
+"""Seconds from the fault to the end of every rank, and from the launcher's to that of all. The
+first leaves room for a machine that is busy; how long it has taken is in the report."""
 
 
 class Launch(NamedTuple):

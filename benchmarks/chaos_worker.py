@@ -267,7 +267,7 @@ def opened() -> tuple[int, int]:
 
 def come_late(fault: Fault, folder: Path) -> None:
     """Long after all the others are there."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 180.0
     while len(list(folder.parent.glob("pid.*"))) < fault["ranks"]:
         if time.monotonic() > deadline:
             return
@@ -294,9 +294,12 @@ def live_through(fault: Fault, folder: Path) -> bool:
 
 
 def heed_no_launcher(fault: Fault) -> None:
-    """One ends all ranks as soon as one is gone; here each is to end by itself."""
+    """One ends all ranks as soon as one is gone; here each is to end by itself.
+
+    All threads are deaf to it, for Lightning sets a handler of its own.
+    """
     if "launcher" not in fault["kind"] and fault["kind"] != "SIGTERM":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def await_the_others(fault: Fault, folder: Path) -> None:

@@ -65,7 +65,7 @@ def launch_copy(
     @functools.cache
     def start(copy: str) -> Path:
         out = tmp_path_factory.mktemp(copy.replace(" ", "-"))
-        done = launch("torchrun", places, out, timeout=300.0 * count, DSGD_TEST_COPY=copy)
+        done = launch("torchrun", places, out, timeout=600.0 * count, DSGD_TEST_COPY=copy)
         assert done.returncode == 0, done.stdout[-6000:]
         return out
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lightning_dsgd as dsgd
 import tests.lag as lag
 from lightning_dsgd.backends.streams import Streams
+from lightning_dsgd.cli.selfcheck.kernels import Stall
 from lightning_dsgd.trainer.rounds import RoundsStrategy
 from lightning_dsgd.workers.machine import Rule, WorkerMachine
 from lightning_dsgd.workers.messages import Contribution, Decision, Dropped
@@ -146,20 +147,6 @@ def kernels_held_back(out: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- a slow kernel
 
 
-class _Stall(torch.autograd.Function):
-    """Nothing, forwards; backwards a kernel that takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        lag.sleep(ctx.seconds)
-        return gradients[0].clone(), None
-
-
 class Stalled(Toy):
     """Its backward takes so long on the device."""
 
@@ -169,7 +156,7 @@ class Stalled(Toy):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.network[:2](batch[0])
-        return nn.functional.mse_loss(self.network[2](_Stall.apply(hidden, self.seconds)), batch[1])
+        return nn.functional.mse_loss(self.network[2](Stall.apply(hidden, self.seconds)), batch[1])
 
 
 class Pace(pl.Callback):
@@ -245,7 +232,7 @@ def cancelled_kernels(out: Path) -> dict[str, Any]:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x = batch[0]
             for layer in self.network:
-                x = layer(_Stall.apply(x, 0.02 if rank() == SLOW else 0.0005))
+                x = layer(Stall.apply(x, 0.02 if rank() == SLOW else 0.0005))
             return nn.functional.mse_loss(x, batch[1])
 
     strategy = dsgd.BackupWorkersStrategy(backups=1, cancel_late=True, timeout=60.0)

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Slow(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         self.taken += 1
-        if rank() == self.victim and self.taken > (STEP + 2) * BATCH:
+        if rank() == self.victim and self.taken == (STEP + 2) * BATCH + 1:
             time.sleep(ORPHANED)
         return self.rows[index]
 
@@ -74,7 +75,10 @@ class Slow(Dataset[Any]):
 def data_for(kind: str, victim: int) -> Any:
     if kind != "orphan":
         return loader()
-    return DataLoader(Slow(victim), batch_size=BATCH, num_workers=1)
+    ignore = partial(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the launcher's
+    return DataLoader(
+        Slow(victim), batch_size=BATCH, num_workers=1, worker_init_fn=lambda _: ignore()
+    )
 
 
 def strategy_for(name: str, kind: str) -> Any:

@@ -48,7 +48,7 @@ def _seconds(device: torch.device, kernel: Callable[[], object]) -> float:
     return max(began.seconds_until(ended), 1e-6)
 
 
-class _Stall(torch.autograd.Function):
+class Stall(torch.autograd.Function):
     """Nothing, forwards; backwards a kernel that takes its time."""
 
     @staticmethod
@@ -75,7 +75,7 @@ class Probe(pl.LightningModule):  # type: ignore[misc]  # either copy's
         self.dies_at = dies_at
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(_Stall.apply(torch.tanh(self.first(x)), self.stall))  # type: ignore[no-any-return, no-untyped-call]
+        return self.last(Stall.apply(torch.tanh(self.first(x)), self.stall))  # type: ignore[no-any-return, no-untyped-call]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_step == self.dies_at:
