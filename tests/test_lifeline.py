@@ -6,9 +6,11 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lightning_dsgd import BackupWorkersStrategy
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import RoundTimeoutError
 from lightning_dsgd.exchange.gossip import GossipExchange, SharedModel
@@ -61,6 +63,23 @@ def test_gossip_blames_rank_0_and_no_network_when_that_does_not_answer() -> None
         "rank 1: rank 0 has not answered for 0.5 s (timeout); its process is busy, stopped or "
         "swapped out"
     )
+
+
+class SIGTERMException(SystemExit):
+    """As Lightning raises it, of either copy."""
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_is_ended_by_the_launcher_is_not_blamed_for_a_lost_rank(lost: bool) -> None:
+    with contextlib.closing(Job()) as job:
+        strategy = BackupWorkersStrategy()
+        strategy._control, strategy.alarm = job.controls[1], job.controls[1].alarm
+        left: list[str | None] = []
+        if lost:
+            job.coordinator._lose(0)  # it takes a while to be known
+        with mock.patch.object(strategy.control, "leave", left.append):
+            strategy.on_exception(SIGTERMException())
+        assert left == ([None] if lost else ["SIGTERMException: "])
 
 
 HALF_WAY = """

@@ -248,7 +248,7 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
         if control is not None:
             if isinstance(exception, Exception) and not isinstance(exception, RunError):
                 time.sleep(_ALIKE_SECONDS)
-            ours = exception is not control.told
+            ours = exception is not control.told and not self._ended_by_launcher(exception)
             control.leave(f"{type(exception).__name__}: {exception}" if ours else None)
             if self.is_global_zero:
                 time.sleep(_LAST_WORD_SECONDS)
@@ -260,6 +260,13 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
             self.alarm.ring(RunError(f"rank {self.global_rank} ends after an error of its own"))
             self._disconnect(failed=True)
             self._main = None
+
+    def _ended_by_launcher(self, exception: BaseException) -> bool:
+        """A launcher that has lost a rank ends the others; the lost one may become known only now,
+        and those who are ended are not to blame."""
+        if type(exception).__name__ != "SIGTERMException":  # of either copy of Lightning
+            return False
+        return self.alarm.wait(_ALIKE_SECONDS) and self.control.told is not None
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """After an error ranks do not meet, but who goes on may want what rank 0 has written."""
