@@ -192,7 +192,8 @@ class CollectiveStrategy(ParallelStrategy):
             self._backend = self._connect()
         self.join(self._backend)
         if self._main is None:
-            self._main = self._backend.channel("main")
+            # a rank that is stopped is missed after `timeout`, by name: let that be said first
+            self._main = self._backend.channel("main", patience=2)
 
     def join(self, backend: Backend) -> None:
         """The ranks have met, and have no channel yet; collective."""
