@@ -26,8 +26,8 @@ from lightning_dsgd.backends import Channel
 from lightning_dsgd.backends.streams import Streams
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.control.link import Control, Wait
-from lightning_dsgd.errors import RunError
 from lightning_dsgd.exchange.gradients import Flat, is_narrow
+from lightning_dsgd.exchange.serving import serve
 from lightning_dsgd.workers.messages import Closed, Computed, Go, Message, Pair, decode_downward
 
 _NAP_MS = 200
@@ -192,14 +192,7 @@ class GossipExchange:
     # ----------------------------------------------------------------- dsgd-gossip
 
     def _run(self) -> None:
-        try:
-            self._streams.enter()
-            with self._streams.own():
-                self._serve()
-        except RunError as error:
-            self._alarm.ring(error)
-        except Exception as error:
-            self._alarm.ring(RunError(f"rank {self.rank}: {type(error).__name__}: {error}"))
+        serve(self._serve, self._streams, self._alarm, self.rank)
 
     def _serve(self) -> None:
         while not self._closing and self._alarm.error is None:

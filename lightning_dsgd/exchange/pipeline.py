@@ -20,8 +20,9 @@ import torch
 from lightning_dsgd.backends import Channel
 from lightning_dsgd.backends.streams import Moment, Streams, happened, look_until
 from lightning_dsgd.control.link import Control, Wait
-from lightning_dsgd.errors import RoundTimeoutError, RunError
+from lightning_dsgd.errors import RoundTimeoutError
 from lightning_dsgd.exchange.gradients import Flat, is_narrow
+from lightning_dsgd.exchange.serving import serve
 from lightning_dsgd.workers.messages import Contribution
 
 Wire = Literal["full", "bf16", "fp16"]
@@ -163,16 +164,7 @@ class Pipeline:
     # --------------------------------------------------------------- dsgd-pipeline
 
     def _run(self) -> None:
-        try:
-            self._streams.enter()
-            with self._streams.own():
-                self._serve()
-        except RunError as error:
-            self._alarm.ring(error)
-        except Exception as error:
-            self._alarm.ring(
-                RunError(f"rank {self._channel.rank}: {type(error).__name__}: {error}")
-            )
+        serve(self._serve, self._streams, self._alarm, self._channel.rank)
 
     def _serve(self) -> None:
         while self._await_work():

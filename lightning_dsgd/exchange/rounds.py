@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from lightning_dsgd.backends import Channel
 from lightning_dsgd.control.link import Control
-from lightning_dsgd.errors import RoundTimeoutError, RunError
+from lightning_dsgd.errors import RoundTimeoutError
 from lightning_dsgd.exchange.desk import Desk, Update
 from lightning_dsgd.exchange.gradients import Flat, is_narrow
+from lightning_dsgd.exchange.serving import serve
 from lightning_dsgd.workers.messages import (
     Again,
     Closed,
@@ -72,14 +73,7 @@ class RoundsThread:
     # ----------------------------------------------------------------- dsgd-rounds
 
     def _run(self) -> None:
-        try:
-            self._streams.enter()
-            with self._streams.own():
-                self._serve()
-        except RunError as error:
-            self._alarm.ring(error)
-        except Exception as error:
-            self._alarm.ring(RunError(f"rank {self.rank}: {type(error).__name__}: {error}"))
+        serve(self._serve, self._streams, self._alarm, self.rank)
 
     def _serve(self) -> None:
         while not self._closing and self._alarm.error is None:
