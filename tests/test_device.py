@@ -42,7 +42,7 @@ def test_weights_are_the_cpus_whenever_kernels_run(launched: Path, name: str) ->
 def test_the_training_thread_never_waits_for_the_device(launched: Path, name: str) -> None:
     scenario = "gossip_waits" if name == "ad_psgd" else "host_waits"
     for found in results(launched, f"device.{scenario}"):
-        assert len(found[name]["counts"]) >= 12
+        assert len(found[name]["counts"]) >= 6
         assert sum(found[name]["counts"]) == 0, found[name]["places"]
 
 

@@ -173,11 +173,29 @@ class Pace(pl.Callback):
         self.updated.append(time.monotonic())
 
 
-def _median(times: list[float], skipped: int = 3) -> float | None:
-    """Of the intervals, without those at the start; None where there are too few."""
+def _quartile(times: list[float], skipped: int = 3) -> float | None:
+    """The lower one of the intervals, without those at the start; None where there are too few.
+
+    Who holds a rank back makes all of them longer; a busy machine makes some.
+    """
     late = times[skipped:]
     steps = [b - a for a, b in itertools.pairwise(late)]
-    return statistics.median(steps) if steps else None
+    return statistics.quantiles(steps, n=4)[0] if len(steps) > 1 else None
+
+
+def _in_turn(pace: Callable[[float], dict[str, float | None]]) -> dict[float, Any]:
+    """With nobody's kernels slow, and with one rank's ten times slower, and again."""
+    tries = [{factor: pace(factor) for factor in (1.0, 10.0)} for _ in range(TRIES)]
+    return {factor: _least([found[factor] for found in tries]) for factor in (1.0, 10.0)}
+
+
+def _least(paces: list[dict[str, float | None]]) -> dict[str, float | None]:
+    """Of several tries."""
+    known = {name: [pace[name] for pace in paces if pace[name] is not None] for name in paces[0]}
+    return {name: min(values, default=None) for name, values in known.items()}
+
+
+TRIES = 2
 
 
 KERNEL = 0.08
@@ -189,8 +207,14 @@ def _pace(strategy: Any, factor: float, updates: int) -> dict[str, Any]:
     pace = Pace()
     trainer = trainer_for(strategy, [pace], max_steps=updates, max_epochs=-1)
     trainer.fit(Stalled(seconds), loader(2048))
-    tally = strategy.tally.as_dict() if strategy.tally is not None else None
-    return {"gradient": _median(pace.begun), "update": _median(pace.updated), "tally": tally}
+    return {"gradient": _quartile(pace.begun), "update": _quartile(pace.updated)}
+
+
+def _paces(make: Callable[[], Any], updates: int) -> dict[float, Any]:
+    tries = [
+        {factor: _pace(make(), factor, updates) for factor in (1.0, 10.0)} for _ in range(TRIES)
+    ]
+    return {factor: _least([found[factor] for found in tries]) for factor in (1.0, 10.0)}
 
 
 TOLERANT: dict[str, tuple[Callable[[], Any], int]] = {
@@ -201,11 +225,7 @@ TOLERANT: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 def slow_kernels(out: Path) -> dict[str, Any]:
-    """One rank's kernels ten times slower, and nobody's."""
-    return {
-        name: {factor: _pace(make(), factor, updates) for factor in (1.0, 10.0)}
-        for name, (make, updates) in TOLERANT.items()
-    }
+    return {name: _paces(make, updates) for name, (make, updates) in TOLERANT.items()}
 
 
 @contextlib.contextmanager
@@ -218,7 +238,7 @@ def _by_the_training_stream() -> Iterator[None]:
 def slow_kernels_in_the_way(out: Path) -> dict[str, Any]:
     make, _ = TOLERANT["backup_workers"]
     with _by_the_training_stream():
-        return {factor: _pace(make(), factor, 12) for factor in (1.0, 10.0)}
+        return _paces(make, 12)
 
 
 def cancelled_kernels(out: Path) -> dict[str, Any]:
@@ -291,26 +311,29 @@ def host_waits(out: Path) -> dict[str, Any]:
 def gossip_waits(out: Path) -> dict[str, Any]:
     waits = Waits()
     trainer = trainer_for(dsgd.ADPSGDStrategy(timeout=60.0), [waits], max_epochs=1)
-    trainer.fit(Toy(), loader())
+    trainer.fit(Toy(), loader(512))
     return {"ad_psgd": {"counts": waits.counts[2:-1], "places": waits.places}}
+
+
+class Begun(Pace):
+    """AD-PSGD's steps are batches."""
+
+    def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
+        self.begun.append(time.monotonic())
+
+
+def _gossip_pace(factor: float) -> dict[str, float | None]:
+    seconds = KERNEL * (factor if rank() == SLOW else 1.0)
+    pace = Begun()
+    trainer_for(dsgd.ADPSGDStrategy(timeout=60.0), [pace], max_epochs=1).fit(
+        Stalled(seconds), loader(320)
+    )
+    return {"gradient": _quartile(pace.begun)}
 
 
 def gossip_beside_a_slow_kernel(out: Path) -> dict[str, Any]:
     """A partner's kernel is in nobody's way."""
-    found: dict[str, Any] = {}
-    for factor in (1.0, 10.0):
-        pace = Pace()
-        strategy = dsgd.ADPSGDStrategy(timeout=60.0)
-        seconds = KERNEL * (factor if rank() == SLOW else 1.0)
-
-        class Begun(pl.Callback):
-            def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
-                pace.on_minibatch_start(trainer, None)  # noqa: B023  # this one's
-
-        trainer = trainer_for(strategy, [Begun()], max_epochs=1)
-        trainer.fit(Stalled(seconds), loader(320))
-        found[str(factor)] = {"gradient": _median(pace.begun)}
-    return found
+    return {str(factor): pace for factor, pace in _in_turn(_gossip_pace).items()}
 
 
 # ---------------------------------------------------------------------------- memory
