@@ -64,6 +64,13 @@ class Launches:
         self._pool.shutdown()
 
 
+def asked(session: pytest.Session, fixture: str) -> list[Any]:
+    """With what the collected tests ask for such a fixture; each once, in order."""
+    calls = [getattr(item, "callspec", None) for item in session.items]
+    params = [call.params[fixture] for call in calls if call and fixture in call.params]
+    return [param for number, param in enumerate(params) if param not in params[:number]]
+
+
 def _scenarios(session: pytest.Session, kind: str) -> list[str]:
     """What the collected tests look at that ranks of this kind have done."""
     calls = [(item, getattr(item, "callspec", None)) for item in session.items]

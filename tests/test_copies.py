@@ -5,12 +5,13 @@ Scenarios import `pytorch_lightning` unless they are told otherwise; here they a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import asked
 from tests.launching import launch, results
 from tests.test_trainer_features import (
     test_a_reduction_in_every_step_needs_every_rank_in_it,
@@ -56,27 +57,32 @@ TOLD = [
 
 
 @pytest.fixture(scope="session")
-def launch_copy(
+def copies(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+) -> Iterator[dict[str, Future[Path]]]:
+    """A launch for each that is asked for, two at a time."""
     count = request.config.getoption("repetitions")
     places = [f"{number}/{name}" for number in range(count) for name in TOLD]
 
-    @functools.cache
-    def start(copy: str) -> Path:
-        out = tmp_path_factory.mktemp(copy.replace(" ", "-"))
+    def run(copy: str, out: Path) -> Path:
         done = launch("torchrun", places, out, timeout=600.0 * count, DSGD_TEST_COPY=copy)
         assert done.returncode == 0, done.stdout[-6000:]
         return out
 
-    return start
+    names = dict.fromkeys(copy for copy, _ in asked(request.session, "launched"))
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            copy: pool.submit(run, copy, tmp_path_factory.mktemp(copy.replace(" ", "-")))
+            for copy in names
+            if copy in REPEATED["launched"]
+        }
 
 
 @pytest.fixture(scope="session")
-def launched(request: pytest.FixtureRequest, launch_copy: Callable[[str], Path]) -> Path:
+def launched(request: pytest.FixtureRequest, copies: dict[str, Future[Path]]) -> Path:
     """The directory with the outcome of one repetition, by the copy of Lightning imported."""
     copy, number = request.param
-    return launch_copy(copy) / str(number)
+    return copies[copy].result() / str(number)
 
 
 def test_the_trainers_own_copy_runs(launched: Path) -> None:

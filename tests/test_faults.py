@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import asked
 from tests.launching import ROOT, alive, all_gone, command, environment
 from tests.ranks.faulty import MISTAKE, ORPHANED, RANKS
 
@@ -86,11 +87,9 @@ def faults(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[tuple[object, Fault]]]:
     """Every launch that is asked for, two at a time: they mostly wait."""
-    specs = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = [spec.params["fault"] for spec in specs if spec and "fault" in spec.params]
     with ThreadPoolExecutor(max_workers=2) as pool:
         started = []
-        for launch, number in wanted:
+        for launch, number in asked(request.session, "fault"):
             out = tmp_path_factory.mktemp("faults")
             code = pool.submit(run, launch[0], launch[1:], out)
             started.append(((launch, number), (launch, out, code)))

@@ -6,12 +6,15 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_dsgd.registry import algorithms
+from tests.conftest import asked
 from tests.launching import LAUNCHERS, ROOT, all_gone, command, environment, launch, results
 from tests.ranks.lifetimes import ABSENT
 from tests.ranks.toy import trainer_for
@@ -190,20 +193,50 @@ def test_a_rank_that_misses_the_start_is_not_left_behind(
     assert all_gone([int((tmp_path / "pid").read_text())])
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_failures_leave_no_threads_and_no_descriptors(launcher: str, tmp_path: Path) -> None:
-    launch(launcher, ["lifetimes.failures"], tmp_path, ranks=2)
-    for found in results(tmp_path, "lifetimes.failures", ranks=2):
+@pytest.fixture(scope="module")
+def trainings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str, int], Future[Path]]]:
+    """Every launch that is asked for, two at a time."""
+
+    def run(launcher: str, name: str, ranks: int, out: Path) -> Path:
+        launch(launcher, [f"lifetimes.{name}"], out, ranks=ranks)
+        return out
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            wanted: pool.submit(run, *wanted, tmp_path_factory.mktemp("trainings"))
+            for wanted in asked(request.session, "trained")
+        }
+
+
+@pytest.fixture
+def trained(request: pytest.FixtureRequest, trainings: dict[Any, Future[Path]]) -> Path:
+    """Where ranks have left what came of it."""
+    return trainings[request.param].result()
+
+
+def several(name: str, ranks: int) -> pytest.MarkDecorator:
+    """A test of what came of it, under each launcher."""
+    wanted = [(launcher, name, ranks) for launcher in LAUNCHERS]
+    return pytest.mark.parametrize("trained", wanted, ids=LAUNCHERS, indirect=True)
+
+
+@several("failures", ranks=2)
+def test_failures_leave_no_threads_and_no_descriptors(trained: Path) -> None:
+    for found in results(trained, "lifetimes.failures", ranks=2):
         assert found["last"] == "finished"
         assert all("rank 1" in end or "a mistake" in end for end in found["ends"]), found
         threads, descriptors = (b - a for a, b in zip(found["before"], found["after"], strict=True))
         assert threads <= 2 and descriptors <= 4, found  # of some dozen for each failure
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_one_training_apart_do_not_train_together(launcher: str, tmp_path: Path) -> None:
-    launch(launcher, ["lifetimes.one_apart"], tmp_path)
-    for rank, found in enumerate(results(tmp_path, "lifetimes.one_apart")):
+@several("one_apart", ranks=4)
+def test_ranks_one_training_apart_do_not_train_together(
+    trained: Path, request: pytest.FixtureRequest
+) -> None:
+    launcher = request.node.callspec.id
+    for rank, found in enumerate(results(trained, "lifetimes.one_apart")):
         first, *_, last = found["ends"]
         assert first == "finished" and found["steps"] == 0 and found["seconds"] < 30.0, found
         if rank != ABSENT:

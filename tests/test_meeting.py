@@ -24,6 +24,14 @@ from tests.launching import results
 from tests.ranks.meeting import OTHER
 
 SCENARIOS = ["meeting.mismatches", "meeting.secrets"]
+MISMATCHES = {
+    "strategies": ("k_async", "k_sync"),
+    "arguments": ("'k': 2", "'k': 3"),
+    "a trace on one": ("'trace': False", "'trace': True"),
+    "comparing": ("'compare_every': 100", "'compare_every': 0"),
+    "timeouts": ("'timeout': 50.0", "'timeout': 60.0"),
+}
+"""What is said of the others, and of the one."""
 CARD = Card("0.1.0", 1, "fit", "k_sync", "{'k': 2}", "host", "127.0.0.1", b"key")
 
 
@@ -215,21 +223,16 @@ def test_what_the_others_find_by_themselves_is_no_word() -> None:
     assert _two(("the job's own secret",) * 2, work) == [False, False]
 
 
-@pytest.mark.parametrize("what", ["strategies", "arguments"])
+@pytest.mark.parametrize("what", MISMATCHES)
 def test_ranks_that_do_not_belong_together_are_refused_on_all(launched: Path, what: str) -> None:
     ends = [found[what] for found in results(launched, "meeting.mismatches")]
     assert len(set(ends)) == 1
-    assert ends[0].startswith(f"ConfigurationError: the ranks have {_SAID[what]}")
-    names = {"strategies": ("k_async", "k_sync"), "arguments": ("'k': 2", "'k': 3")}[what]
+    differ = "different strategies" if what == "strategies" else "made their strategies with"
+    assert ends[0].startswith(f"ConfigurationError: the ranks have {differ}")
     parts = ends[0].split("rank ")[1:]
     for rank, part in enumerate(parts[:4]):
-        assert part.startswith(f"{rank}: ") and names[rank == OTHER] in part, ends[0]
-
-
-_SAID = {
-    "strategies": "different strategies",
-    "arguments": "made their strategies with different arguments",
-}
+        assert part.startswith(f"{rank}: "), ends[0]
+        assert MISMATCHES[what][rank == OTHER] in part, ends[0]
 
 
 @pytest.mark.parametrize("how", ["different", "one has none", "one has one"])

@@ -16,6 +16,7 @@ SCENARIOS = [
     "numbers.logged_steps",
     "numbers.broken_runs_end",
     "numbers.broken_gradients_dropped",
+    "numbers.broken_statistics",
     "numbers.one_bit_wrong",
     "numbers.never_used",
     "numbers.trace_on_a_full_disk",
@@ -119,6 +120,17 @@ def test_all_make_another_gradient_where_none_is_finite(launched: Path) -> None:
     assert [w["used"] for w in ranks[0]["tally"]["workers"]] == [12] * 4
     assert [w["nonfinite"] for w in ranks[0]["tally"]["workers"]] == [2] * 4
     assert len([line for line in ranks[0]["said"] if "stands still" in line]) == 1
+
+
+@pytest.mark.parametrize("case", ["backup_workers", "dc_s3gd", "ad_psgd"])
+def test_statistics_that_are_not_finite_spread_to_nobody(launched: Path, case: str) -> None:
+    needs(launched, case)
+    ranks = [found[case] for found in results(launched, "numbers.broken_statistics")]
+    assert [(end, broken) for end, broken, _ in ranks] == [(None, int(n == 1)) for n in range(4)]
+    first = ranks[0][2]
+    for _, _, statistics in ranks:
+        assert all(np.isfinite(values).all() for values in statistics)
+        assert all(np.array_equal(a, b) for a, b in zip(statistics, first, strict=True))
 
 
 # ------------------------------------------------------------------- replicas that differ

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.launching import ROOT, launch, results
+from tests.ranks.packages import RESUMED
 
 PIP = [sys.executable, "-m", "pip", "-q"]
 
@@ -59,6 +60,7 @@ def test_every_family_and_a_strategy_from_outside_train(site: Path, tmp_path: Pa
         assert all(Path(file).is_relative_to(site) for file in found["files"]), found["files"]
         assert len(found["ends"]) == 7
         assert all(epochs == 2 for epochs, _ in found["ends"].values())
+        assert found["resumed"] == dict.fromkeys(RESUMED, (3, True))
 
 
 def test_its_command_and_its_types_are_there(site: Path) -> None:

@@ -55,7 +55,7 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: float) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def first_used(group: Any, device: torch.device) -> Any:
+def first_used(make: Callable[[], Any], device: torch.device) -> Any:
     """A group that has met its ranks: libraries leave that to the first operation.
 
     Runs in the thread `dsgd-connect`, whose waiting the alarm ends.
@@ -63,6 +63,7 @@ def first_used(group: Any, device: torch.device) -> Any:
     streams = Streams(device)
     streams.enter()
     with streams.own():
+        group = make()
         group.allreduce([torch.zeros(1, device=device)]).wait()
         met = streams.mark()
     look_until(met, time.sleep)

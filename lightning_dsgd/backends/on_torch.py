@@ -159,7 +159,8 @@ class TorchBackend(Backend):
             make = maker_for(self._device) if on_device else None
             if make is not None:
                 own = dist.PrefixStore(self._device.type, store)
-                groups[self._device.type] = first_used(make(own, rank, size, timeout), self._device)
+                made = functools.partial(make, own, rank, size, timeout)
+                groups[self._device.type] = first_used(made, self._device)
 
         wires = self._interruptibly(connect, timeout)
         channel = TorchChannel(name, groups, self, timeout, wires)

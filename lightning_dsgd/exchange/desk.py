@@ -33,6 +33,9 @@ from lightning_dsgd.workers.machine import (
 )
 from lightning_dsgd.workers.messages import Again, Contribution, Dropped, Passed, Round
 
+_AHEAD = 2
+"""Updates that the host may have applied and the device not."""
+
 
 class Update(msgspec.Struct):
     """An executed round: the mean gradient that takes the model to version `round.number`."""
@@ -62,6 +65,8 @@ class Desk:
         self._pending: dict[int, Flat] = {}
         self._updates: deque[Update] = deque()
         self._applied: Flat | None = None
+        self._ahead: deque[Mark] = deque()
+        """Of updates whose application the device has yet to come to."""
         self._accumulated: Flat | None = None
         self._lay_out(layout)
         control.alarm.listen(self._wake)
@@ -72,8 +77,12 @@ class Desk:
         self._gradients = FlatGradients(layout)
 
     def close(self) -> None:
-        """Nobody waits here any more."""
+        """Nobody waits here any more; memory goes when the training's stream is done with it."""
         self._control.alarm.forget(self._wake)
+        if self._control.alarm.error is None:  # else the device may be what has failed
+            self.pool.part_with()
+            for flat in filter(None, (self._applied, self._accumulated)):
+                flat.part_with(self.streams)
 
     def _wake(self) -> None:
         with self._changed:
@@ -127,10 +136,18 @@ class Desk:
         return self._accumulated
 
     def _retire(self) -> None:
-        """The update taken last has been applied: its memory may be used again."""
-        if self._applied is not None:
-            self.pool.give_back(self._applied)
-            self._applied = None
+        """The update taken last has been applied: its memory may be used again.
+
+        A host that replays may not be far ahead of its device: what others may send, and so the
+        memory it takes, depends on how far this rank says it is.
+        """
+        if self._applied is None:
+            return
+        self.pool.give_back(self._applied)
+        self._ahead.append(self._applied.mark)
+        self._applied = None
+        if len(self._ahead) > _AHEAD:
+            look_until(self._ahead.popleft(), self._control.alarm.wait)
 
     def await_gradient(self, mark: Mark) -> bool:
         """Until the device has computed it so far; False if it is to be given up before that."""

@@ -270,14 +270,24 @@ class CollectiveStrategy(ParallelStrategy):
                 tensor.copy_(copy)
 
     def average_buffers(self) -> None:
-        """The mean of all ranks' floating-point buffers, such as BatchNorm's statistics."""
+        """The mean of all ranks' floating-point buffers, such as BatchNorm's statistics.
+
+        Number by number, of the ranks on which it is finite; where it is so nowhere it stays.
+        """
         assert self.model is not None and self._main is not None
         with torch.no_grad():
             for buffer in self.model.buffers():
                 if buffer.is_floating_point():
-                    mean = buffer.detach().cpu().double() / self.world_size
-                    self._main.sum_(mean)
-                    buffer.copy_(mean)
+                    own = buffer.detach().cpu().double()
+                    finite = own.isfinite()
+                    total = torch.stack([own.where(finite, 0.0), finite.double()])
+                    self._main.sum_(total)
+                    buffer.copy_(own.where(total[1] == 0, total[0] / total[1]))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Lightning 2.5 knows no `weights_only`."""
+        given = {} if weights_only is None else {"weights_only": weights_only}
+        return super().load_checkpoint(checkpoint_path, **given)
 
     def on_exception(self, exception: BaseException) -> None:
         """Say why at once (a launcher may end us any moment), and let no stuck thread hold us."""

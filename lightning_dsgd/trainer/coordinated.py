@@ -200,11 +200,15 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
             trainings=_trainings,
             doing=str(module.trainer.state.fn) if module is not None else "",
             strategy=self.strategy_name or type(self).__name__,
-            arguments=repr(self.arguments()),
+            arguments=repr(self.alike()),
             network=place.network,
             address=place.address,
             key=key,
         )
+
+    def alike(self) -> dict[str, Any]:
+        """Arguments that must be the same on all ranks: they decide when ranks meet, too."""
+        return {**self.arguments(), "timeout": self.timeout}
 
     def _address(self, cards: Sequence[Card]) -> str:
         places = [Place(card.network, card.address) for card in cards]

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_dsgd.backends import BackendName
 from lightning_dsgd.backends.streams import look_until
 from lightning_dsgd.errors import ConfigurationError
+from lightning_dsgd.exchange.checksum import require_same
 from lightning_dsgd.exchange.finite import NonFinite, check_nonfinite
 from lightning_dsgd.exchange.gossip import Counts, GossipExchange, SharedModel
 from lightning_dsgd.exchange.gradients import Flat, FlatLayout, check_unchanged
@@ -362,8 +363,10 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
         self._exchange.await_close(self._segment_end)
         self._made = self._segment_end
         mean = self._mean_model()
-        self._own_buffers = [buffer.clone() for buffer in self.model.buffers()]
+        own = [buffer.clone() for buffer in self.model.buffers()]
         self.average_buffers()
+        pairs = zip(own, self.model.buffers(), strict=True)
+        self._own_buffers = [mine.where(mine.isfinite(), mean) for mine, mean in pairs]
         if self.resync_every != "never":
             self._exchange.model.replace(mean)
             self._own_buffers = None
@@ -391,8 +394,10 @@ class GossipStrategy(GossipAlgorithm, CoordinatedStrategy):
     def _end_epoch(self, mean: Flat) -> None:
         """The module holds the mean now, and Lightning is told that this was the last batch."""
         assert self.lightning_module is not None
+        assert self._main is not None and self.model is not None
         for (parameter, view), _ in self._views:
             parameter.copy_(view)
+        require_same(self._main, self._made, self.model.parameters())
         trainer = self.lightning_module.trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         progress.is_last_batch = True

@@ -116,6 +116,14 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
 
     # ------------------------------------------------------------------ start and end
 
+    def alike(self) -> dict[str, Any]:
+        """Where a trace goes is rank 0's business alone."""
+        return {
+            **super().alike(),
+            "compare_every": self.compare_every,
+            "trace": self.trace is not None,
+        }
+
     def check_world(self) -> None:
         super().check_world()
         self.check_workers(self.world_size)

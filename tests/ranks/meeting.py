@@ -27,9 +27,13 @@ def _end(strategy: Any) -> str:
 def mismatches(out: Path) -> Result:
     """One rank has another strategy, or another argument."""
     other = rank() == OTHER
+    trace = str(out / "trace") if other else None
     strategies = {
         "strategies": dsgd.KSyncStrategy() if other else dsgd.KAsyncStrategy(k=2),
         "arguments": dsgd.KAsyncStrategy(k=3 if other else 2),
+        "a trace on one": dsgd.KAsyncStrategy(k=2, trace=trace),
+        "comparing": dsgd.KAsyncStrategy(k=2, compare_every=0 if other else 100),
+        "timeouts": dsgd.DCS3GDStrategy(timeout=60.0 if other else 50.0),
     }
     return {name: _end(strategy) for name, strategy in strategies.items()}
 

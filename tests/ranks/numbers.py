@@ -219,6 +219,38 @@ def broken_gradients_dropped(out: Path) -> Result:
     return found
 
 
+class _Spoils(_Breaks):
+    """It is the data that is not finite, and so BatchNorm's statistics are not, either."""
+
+    def __init__(self, *breaks: Any) -> None:
+        super().__init__(*breaks)
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.made += 1
+        broken = self.global_rank in self.ranks and self.made in self.bad
+        self.broken += broken
+        x = batch[0] * self.value if broken else batch[0]
+        return nn.functional.mse_loss(self.network(x), batch[1])
+
+
+def broken_statistics(out: Path) -> Result:
+    found: Result = {}
+    arguments: Any = {"timeout": 60.0, "nonfinite": "drop"}
+    for strategy in (
+        dsgd.BackupWorkersStrategy(backups=0, **arguments),
+        dsgd.DCS3GDStrategy(**arguments),
+        *_gossip(nonfinite="drop"),
+    ):
+        module = _Spoils((1,), 2, 2, math.nan)
+        end = _fit(strategy, module, data=loader(2048))["end"]  # rank 1 makes a second one, too
+        floats = [b for b in module.buffers() if b.is_floating_point()]
+        statistics = [b.double().cpu().numpy() for b in floats]
+        found[strategy.strategy_name] = end, module.broken, statistics
+    return found
+
+
 # ---------------------------------------------------------------- replicas that differ
 
 

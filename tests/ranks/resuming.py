@@ -64,12 +64,23 @@ def resume_state(out: Path) -> Result:
 
 
 class _FailsEverywhere(Toy):
-    """On all ranks at once; and rank 0 takes its time to write."""
+    """On all ranks at once, however busy the machine; and rank 0 takes its time to write."""
+
+    def __init__(self, meeting: Path) -> None:
+        super().__init__()
+        self.meeting = meeting
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 4:
+            self._meet()
             raise KeyError("everybody's mistake")
         return super().training_step(batch, batch_idx)
+
+    def _meet(self) -> None:
+        (self.meeting / str(self.global_rank)).touch()
+        deadline = time.monotonic() + 30.0
+        while len(list(self.meeting.iterdir())) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         time.sleep(1.0 if self.global_rank == 0 else 0.0)
@@ -85,8 +96,10 @@ def saved_on_failure(out: Path) -> Result:
         name = strategy.strategy_name
         saves = pl.callbacks.OnExceptionCheckpoint(out, name)
         trainer = trainer_for(strategy, [saves], max_epochs=1, enable_checkpointing=True)
+        meeting = out / f"meeting-{name}"
+        meeting.mkdir(exist_ok=True)
         try:
-            trainer.fit(_FailsEverywhere(), loader())
+            trainer.fit(_FailsEverywhere(meeting), loader())
         except Exception as error:
             found[name] = type(error).__name__, (out / f"{name}.ckpt").exists()
     return found
