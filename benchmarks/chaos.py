@@ -216,7 +216,8 @@ def meddle(process: subprocess.Popen[Any], kind: str, own: Path, folder: Path) -
     if kind == "garbage":
         return int(ticket[0].rpartition(":")[2]) in throw_garbage(folder)
     stranger = [sys.executable, "-m", "benchmarks.chaos_stranger", kind, *ticket]
-    return subprocess.run(stranger, cwd=ROOT, env=environment(), check=False).returncode == 0
+    done = subprocess.run(stranger, cwd=ROOT, env=environment(), check=False, timeout=60.0)
+    return done.returncode == 0
 
 
 def throw_garbage(folder: Path) -> set[int]:

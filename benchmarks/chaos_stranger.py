@@ -47,7 +47,8 @@ def knock(endpoint: str, server_key: bytes, message: bytes, with_key: bool) -> b
             stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         monitor = stranger.get_monitor_socket()
         stranger.connect(endpoint)
-        stranger.send(message)
+        with contextlib.suppress(zmq.Again):  # it may have been turned away already
+            stranger.send(message, zmq.NOBLOCK)
         events = list(seen(monitor))
         stranger.disable_monitor()
         monitor.close(linger=0)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_dsgd.registry import algorithms
+from lightning_dsgd.trainer import leaving
 from tests.conftest import asked
 from tests.launching import LAUNCHERS, ROOT, all_gone, command, environment, launch, results
 from tests.ranks.lifetimes import ABSENT
@@ -110,23 +112,23 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 EXIT = """
 import os, sys
-from lightning_dsgd.trainer import collective as strategy
+from lightning_dsgd.trainer import leaving
 
 def code(*before):
     if (child := os.fork()) == 0:
         for act in before:
             act()
-        strategy._leave()
+        leaving._leave()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def fail():
-    strategy._exit_without_destructors()
+    leaving.exit_without_destructors()
 
 def raise_at_the_end():
     sys.last_value = ValueError()
 
-print(code(fail), code(fail, strategy.all_is_well),
-      code(fail, strategy.all_is_well, raise_at_the_end))
+print(code(fail), code(fail, leaving.all_is_well),
+      code(fail, leaving.all_is_well, raise_at_the_end))
 """
 
 
@@ -191,6 +193,55 @@ def test_a_rank_that_misses_the_start_is_not_left_behind(
     )
     assert done.returncode != 0 and said in done.stdout, done.stdout[-3000:]
     assert all_gone([int((tmp_path / "pid").read_text())])
+
+
+CRASHES = """
+import os
+from lightning_fabric.strategies.launchers import subprocess_script
+subprocess_script._ChildProcessObserver.__init__.__defaults__ = (0.02,)  # it looks all the time
+import lightning_dsgd as dsgd
+from tests.ranks.toy import Toy, loader, trainer_for
+
+class Crashes(Toy):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.global_step == 4:
+            os._exit(3)
+        return super().training_step(batch, batch_idx)
+
+strategy = dsgd.BackupWorkersStrategy(backups=0, timeout=60.0)
+trainer_for(strategy, devices=2, max_epochs=1).fit(Crashes(), loader())
+"""
+
+
+def test_a_rank_that_crashes_is_named_before_lightning_ends_all(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CRASHES)
+    done = subprocess.run(
+        [*command("python", 2), str(program)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode != 0
+    assert "rank 0 ends: PeerLostError: rank 1" in done.stdout, done.stdout[-3000:]
+
+
+def test_a_started_rank_that_failed_is_not_held_back_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 may never come to say anything."""
+    monkeypatch.setattr(leaving, "_LAST_CHANCE", 0.2)
+    processes = [subprocess.Popen([sys.executable, "-c", f"exit({code})"]) for code in (3, 0)]
+    started: list[Any] = list(processes)
+    leaving.let_failures_be_said(started)
+    failed, fine = started
+    assert [process.wait(60) for process in processes] == [3, 0]
+    assert (failed.poll(), fine.poll()) == (None, 0)
+    time.sleep(0.3)
+    assert failed.poll() == failed.returncode == 3 and failed.pid == processes[0].pid
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,9 @@ No algorithm here. `torch.distributed`'s default group stays uninitialised.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -31,6 +28,11 @@ from lightning_dsgd.backends.streams import Streams
 from lightning_dsgd.control.alarm import Alarm
 from lightning_dsgd.errors import BackendError, ConfigurationError
 from lightning_dsgd.trainer.launch import HorovodEnvironment, limit_threads
+from lightning_dsgd.trainer.leaving import (
+    end_at_exit,
+    exit_without_destructors,
+    let_failures_be_said,
+)
 from lightning_dsgd.trainer.metrics import connect_metrics
 from lightning_dsgd.trainer.telling import say, show_only_users_frames
 from lightning_dsgd.trainer.worlds import ParallelStrategy, Trainer, launcher_for
@@ -178,7 +180,12 @@ class CollectiveStrategy(ParallelStrategy):
         """The pairs of ranks that will exchange on their own; the backend must know them."""
         return ()
 
+    def _started(self) -> list[Any]:
+        """The ranks that this process has started."""
+        return getattr(self._launcher, "procs", [])
+
     def setup_environment(self) -> None:
+        let_failures_be_said(self._started())
         super().setup_environment()
         self.check_world()
         if self._backend is not None and self._main is None:
@@ -300,12 +307,12 @@ class CollectiveStrategy(ParallelStrategy):
             file=sys.stderr,
             flush=True,
         )
-        _end_at_exit(getattr(self._launcher, "procs", []))
+        end_at_exit(self._started())
         if isinstance(exception, ConfigurationError):
             show_only_users_frames()
         elif self._backend is not None:
             self._backend.abandon()
-            _exit_without_destructors()
+            exit_without_destructors()
         super().on_exception(exception)
 
     # ----------------------------------------------------- Lightning's own collectives
@@ -384,51 +391,3 @@ class _GatherWithGradient(torch.autograd.Function):
         total = gradients[0].contiguous().clone()
         ctx.channel.sum_(total)
         return total[ctx.channel.rank], None
-
-
-_LAST_CHANCE = 5.0
-"""Seconds for the ranks that this process has started to end by themselves after a failure."""
-
-_children: list[subprocess.Popen[bytes]] = []
-_leaving = False
-_failed = False
-
-
-def _end_at_exit(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ranks that this process has started are of no use without it, wherever they wait."""
-    if children and not _children:
-        atexit.register(_end_children)
-    _children.extend(child for child in children if child not in _children)
-
-
-def _exit_without_destructors() -> None:
-    """After a failure a collective may never end, and its destructor would wait for it."""
-    global _failed, _leaving
-    _failed = True
-    if not _leaving:
-        _leaving = True
-        atexit.register(_leave)
-
-
-def all_is_well() -> None:
-    """A later training has succeeded: an earlier failure, if any, was somebody's who handled it."""
-    global _failed
-    _failed = False
-    _children.clear()
-
-
-def _leave() -> None:
-    _end_children()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if _failed or hasattr(sys, "last_value") else 0)
-
-
-def _end_children() -> None:
-    """A stopped process would stay for ever, one that waits for us for minutes."""
-    deadline = time.monotonic() + _LAST_CHANCE
-    for child in _children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()

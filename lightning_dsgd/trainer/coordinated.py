@@ -31,8 +31,9 @@ from lightning_dsgd.control.cards import Card, check_cards, decode_card, encode_
 from lightning_dsgd.control.coordinator import Coordinator, Ticket
 from lightning_dsgd.control.link import Control
 from lightning_dsgd.errors import ConfigurationError, RunError
-from lightning_dsgd.trainer.collective import CollectiveStrategy, all_is_well
+from lightning_dsgd.trainer.collective import CollectiveStrategy
 from lightning_dsgd.trainer.course import Course
+from lightning_dsgd.trainer.leaving import all_is_well
 from lightning_dsgd.trainer.monitor import Monitor
 from lightning_dsgd.trainer.refusals import (
     explain_missing_group,
