@@ -348,7 +348,9 @@ def text_of(outcomes: list[Outcome], endured: list[tuple[list[list[str]], str]])
     return "\n\n".join([
         summary(outcomes),
         f"{fine} of {len(outcomes)} faults ended as they must; none of these left a process "
-        f"{ORPHANS:g} s after its launcher.",
+        f"{ORPHANS:g} s after its launcher. Every rank that is left names the one that came to "
+        "harm, but for those that Horovod itself aborts as soon as a connection breaks; then "
+        "another does.",
         places(outcomes),
         table(head, [row for rows, _ in endured for row in rows]),
     ])  # fmt: skip

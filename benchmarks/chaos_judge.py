@@ -29,6 +29,7 @@ OWN = {
 """How the victim itself ends, if not with what it has raised."""
 SAID = {"full disk": "cannot be written (No space left on device)", "NaN, dropped": "is not finite"}
 """What a rank must have told the user."""
+ABORTED = "Horovod background loop uncaught exception"
 SOON, ORPHANS = 30.0, 15.0
 """Seconds from the fault to the end of every rank, and from the launcher's to that of all. The
 first leaves room for a machine that is busy; how long it has taken is in the report."""
@@ -108,12 +109,15 @@ def judge(fault: Fault, ends: dict[int, str], output: str) -> Iterator[str]:
 
 
 def silent(fault: Fault, ends: dict[int, str], output: str) -> Iterator[str]:
-    """Lightning's own launcher may end a rank that has just said why it ends."""
+    """Lightning's own launcher may end a rank that has just said why it ends; and Horovod aborts a
+    rank that loses a connection within it, of which another one has to tell."""
     victim = fault["victim"]
     gone = {victim} if fault["kind"] in GONE else set()
     for rank in sorted(set(range(fault["ranks"])) - gone - set(ends)):
-        word = re.search(rf"rank {rank} ends: .*rank {victim}", output)
-        if fault["launcher"] != "python" or not word:
+        aborted = f"[{rank}]: {ABORTED}" in output
+        who = r"\d+" if aborted else rank
+        word = re.search(rf"rank {who} ends: .*rank {victim}", output)
+        if not word or not (aborted or fault["launcher"] == "python"):
             yield f"no word of rank {rank}"
 
 
