@@ -98,10 +98,9 @@ class DCS3GDStrategy(PipelineStrategy):
         pieces = [parts] if self.lambda_scope == "model" else [[part] for part in parts]
         self._lambdas = [compensate(piece, lambda0) for piece in pieces]
 
-    def step_values(self) -> dict[str, float]:
-        if not self._lambdas:
-            return {"lambda": 0.0}
-        return {"lambda": float(torch.stack(self._lambdas).mean())}
+    def step_values(self) -> dict[str, Tensor]:
+        mean = torch.stack(self._lambdas).mean() if self._lambdas else torch.zeros(())
+        return {"lambda": mean}
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LAUNCHERS = ("torchrun", "horovodrun")
 KINDS = (*LAUNCHERS, "device")
-"""`device` is torchrun with ranks that train on the asynchronous test device."""
+"""`device` is torchrun with ranks that train on the asynchronous test device, whose kernels are
+held back at random."""
 
 
 def command(launcher: str, ranks: int) -> list[str]:
@@ -45,7 +46,7 @@ def launch(
     """Run scenarios as `tests.ranks.run` names them; what hangs is killed and fails."""
     out.mkdir(parents=True, exist_ok=True)
     if launcher == "device":
-        extra = {"LAG": "1", **extra}
+        extra = {"LAG": "1", "LAG_FUZZ": "1", "LAG_POISON": "1", **extra}
     program = ["-m", "tests.ranks.run", str(out), *names]
     process = subprocess.Popen(
         [*command(launcher, ranks), *program],

@@ -106,12 +106,18 @@ def test_garbage_is_dropped_and_counted(job: Job) -> None:
     job.round(2)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("role", ["main", "rounds", "life"])
-def test_a_rank_is_lost_with_any_of_its_connections(role: str) -> None:
+def test_a_rank_is_lost_with_any_of_its_connections(role: str, rank: int) -> None:
+    """It is told, too, and blames nobody else."""
     with contextlib.closing(Job(ranks=3)) as job:
-        cut(job, 2, role)
-        assert until(lambda: job.alarms[0].error is not None)
-        assert "rank 2 is lost" in str(job.alarms[0].error)
+        cut(job, rank, role)
+        assert until(lambda: all(alarm.error is not None for alarm in job.alarms))
+        said = [str(alarm.error) for alarm in job.alarms]
+        own = said.pop(rank)
+        assert all(f"rank {rank} is lost" in text for text in said)
+        alone = "rank 0 is lost" if role == "life" else f"rank {rank} has lost a connection"
+        assert alone in own
 
 
 class Verbose(FirstKPolicy):

@@ -15,6 +15,7 @@ from tests.conftest import asked
 from tests.launching import launch, results
 from tests.test_trainer_features import (
     test_a_reduction_in_every_step_needs_every_rank_in_it,
+    test_a_step_that_leaves_the_strategy_out_is_refused,
     test_bf16_several_groups_and_unused_parameters,
     test_buffers_and_metrics_agree,
     test_collectives_of_the_trainer,
@@ -27,6 +28,7 @@ from tests.test_trainer_features import (
 
 __all__ = [
     "test_a_reduction_in_every_step_needs_every_rank_in_it",
+    "test_a_step_that_leaves_the_strategy_out_is_refused",
     "test_bf16_several_groups_and_unused_parameters",
     "test_buffers_and_metrics_agree",
     "test_collectives_of_the_trainer",
@@ -53,6 +55,7 @@ TOLD = [
     "features.predictions_and_gathers",
     "features.shaped_loaders",
     "features.shards_and_buffers",
+    "features.ways_to_step",
 ]
 
 

@@ -18,10 +18,11 @@ from lightning_dsgd import ConfigurationError, DCS3GDStrategy, WeightDecayWarmup
 from lightning_dsgd.exchange.gradients import FlatLayout
 from lightning_dsgd.exchange.points import Points
 from lightning_dsgd_plugins.dc_s3gd import compensate
-from tests.launching import read, results
+from tests.launching import KINDS, read, results
 from tests.ranks.toy import BATCH, LR, MOMENTUM, Toy, dataset, flat, trainer_for
 
 RANKS = 4
+REPEATED = {"launched": KINDS}
 SCENARIOS = [
     f"dc_s3gd.{name}"
     for name in (

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Launches
 from tests.launching import launch, results
-from tests.ranks.device import QUIET, SAME, SEEDS, TOLERANT
+from tests.ranks.device import KERNEL, QUIET, SAME, SEEDS, TOLERANT
 
 REPEATED = {"launched": ("device",)}
 SCENARIOS = [
@@ -24,6 +24,7 @@ SCENARIOS = [
 TIMED = [
     "device.slow_kernels",
     "device.slow_kernels_in_the_way",
+    "device.slowed_by_a_factor",
     "device.cancelled_kernels",
     "device.gossip_beside_a_slow_kernel",
 ]
@@ -60,7 +61,7 @@ def timed(launches: Launches, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """On a machine with nothing else to do."""
     launches.end()
     out = tmp_path_factory.mktemp("timed")
-    done = launch("device", TIMED, out)
+    done = launch("device", TIMED, out, LAG_FUZZ="")
     assert done.returncode == 0, done.stdout[-6000:]
     return out
 
@@ -73,6 +74,17 @@ def test_a_slow_kernel_holds_nobody_else(timed: Path, name: str) -> None:
         assert paces[10.0]["gradient"] < 1.3 * paces[1.0]["gradient"]
         if name == "backup_workers":
             assert paces[10.0]["update"] < 1.3 * paces[1.0]["update"]
+
+
+@pytest.mark.parametrize("name", TOLERANT)
+def test_what_kernels_take_is_counted_and_not_what_queueing_takes(timed: Path, name: str) -> None:
+    paces = results(timed, "device.slow_kernels")[0][name]
+    assert paces[1.0]["told"] >= KERNEL and paces[10.0]["told"] >= 10 * KERNEL
+
+
+def test_a_factor_multiplies_what_kernels_take(timed: Path) -> None:
+    *fast, slow = results(timed, "device.slowed_by_a_factor")[0]
+    assert slow > 2 * max(fast) and min(fast) >= KERNEL
 
 
 def test_with_the_old_order_of_streams_it_holds_everybody(timed: Path) -> None:

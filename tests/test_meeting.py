@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dsgd.backends import on_torch
+from lightning_dsgd.backends.meeting import FAILED, Meeting
 from lightning_dsgd.backends.seal import SECRET, SECRET_FILE, Seal, this_seal
 from lightning_dsgd.cli.doctor import Report, as_text, describe_secret
 from lightning_dsgd.control.alarm import Alarm
@@ -32,7 +33,9 @@ MISMATCHES = {
     "timeouts": ("'timeout': 50.0", "'timeout': 60.0"),
 }
 """What is said of the others, and of the one."""
-CARD = Card("0.1.0", 1, "fit", "k_sync", "{'k': 2}", "host", "127.0.0.1", b"key")
+CARD = Card(
+    "0.1.0", 1, "fit", "Module, max_epochs=3", "k_sync", "{'k': 2}", "host", "127.0.0.1", b"key"
+)
 
 
 def test_a_card_comes_back_as_it_was() -> None:
@@ -45,6 +48,7 @@ def test_a_card_comes_back_as_it_was() -> None:
         ("version", "0.2.0", "different versions"),
         ("trainings", 2, "different trainings"),
         ("doing", "test", "different functions"),
+        ("task", "Other, max_epochs=3", "train different things"),
         ("strategy", "k_async", "different strategies"),
         ("arguments", "{'k': 3}", "different arguments"),
     ],
@@ -76,14 +80,17 @@ def test_the_environment_says_which_secret(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "secret").write_text("0123456789abcdef\n")
     monkeypatch.setenv(SECRET_FILE, str(tmp_path / "secret"))
     assert this_seal().open(Seal(b"0123456789abcdef").close(b"x")) == b"x"
-    monkeypatch.setenv(SECRET_FILE, str(tmp_path / "missing"))
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        this_seal()
+    (tmp_path / "empty").write_text("\n")
+    for name, why in (("missing", "cannot be read"), ("empty", "is empty")):
+        monkeypatch.setenv(SECRET_FILE, str(tmp_path / name))
+        with pytest.raises(ConfigurationError, match=why):
+            this_seal()
 
 
 def test_the_doctor_says_whether_there_is_a_secret() -> None:
     for name in (SECRET, SECRET_FILE):
         assert describe_secret({name: "anything"}) == "set"
+        assert describe_secret({name: ""}) == describe_secret({"HOME": "/"})
     without = describe_secret({"HOME": "/"})
     assert SECRET in without and "SECURITY.md" in without
     lines = as_text(Report(secret=without)).splitlines()
@@ -105,9 +112,10 @@ class Rank(on_torch.TorchBackend):
 
     def __init__(self, rank: int, store: dist.Store, seal: Seal) -> None:
         on_torch.Backend.__init__(self, rank, 2, Alarm(), 20.0)
-        self.seal = seal
-        self._device, self._patience, self._store = torch.device("cpu"), 20.0, store
-        self._cards, self._channels, self._opened = [], [], 0
+        self._meeting = Meeting(store, 0, rank, 2, 20.0)
+        self.seal = self._meeting.seal = seal
+        self._device, self._patience = torch.device("cpu"), 20.0
+        self._store, self._channels, self._opened = self._meeting.store, [], 0
         self._gloo_devices = [on_torch._device("127.0.0.1")]
 
 
@@ -215,10 +223,20 @@ def test_who_cannot_read_the_secret_leaves_word_too(monkeypatch: pytest.MonkeyPa
         connect(0)
 
 
+def test_a_rank_that_is_a_training_behind_is_told_and_tells() -> None:
+    """Rank 1 has missed the training that rank 0 is at."""
+    store = dist.HashStore()
+    ahead, behind = Meeting(store, 2, 0, 2, 20.0), Meeting(store, 1, 1, 2, 20.0)
+    with pytest.raises(ConfigurationError, match=r"different trainings .*rank 0: 3, rank 1: 2"):
+        behind.introduce(b"card", Alarm())
+    with pytest.raises(PeerFailedError, match=r"rank 1 failed: .*rank 0: 3, rank 1: 2"):
+        ahead.introduce(b"card", Alarm())
+
+
 def test_what_the_others_find_by_themselves_is_no_word() -> None:
     def work(backend: Rank) -> bool:
         backend.give_word(RunError("time is up"))
-        return backend._store.check([on_torch._FAILED])
+        return backend._store.check([FAILED])
 
     assert _two(("the job's own secret",) * 2, work) == [False, False]
 

@@ -164,9 +164,11 @@ def test_replicas_need_not_be_compared(launched: Path) -> None:
 def test_a_rank_whose_data_is_never_learnt_says_so_once(launched: Path) -> None:
     ranks = results(launched, "numbers.never_used")
     said = {case: [rank[case]["said"] for rank in ranks] for case in ranks[0]}
-    (line,) = said["kept"][3]
-    assert "no gradient of rank 3 was used in a whole epoch" in line and "shuffle" in line
-    assert said["kept"][:3] == [[]] * 3 and said["shuffled"] == said["used"] == [[]] * 4
+    for case in ("kept", "finished"):
+        (line,) = said[case][3]
+        assert "no gradient of rank 3 was used in a whole epoch" in line and "shuffle" in line
+        assert said[case][:3] == [[]] * 3
+    assert said["shuffled"] == said["used"] == [[]] * 4
 
 
 # ------------------------------------------------------------------------- a full disk

@@ -24,6 +24,7 @@ SCENARIOS = [
     "numerics.backups_0",
     "numerics.backups_1_scheduled",
     "numerics.fine_tuning",
+    "numerics.fine_tuning_in_little_memory",
     "numerics.unusual_memory",
     "numerics.steps_with_a_backward",
 ]
@@ -232,6 +233,15 @@ def test_fine_tuning_equals_one_process_on_all_rows(trained: Path) -> None:
     expected = fine_tune("auto", devices=1)
     for rank in results(trained, "fine_tuning"):
         np.testing.assert_allclose(rank["synchronous"], expected, rtol=0, atol=1e-12)
+
+
+def test_the_bound_follows_the_layers_that_are_trained(trained: Path) -> None:
+    """27 parameters, then 83, then 56, of 8 bytes: what fits into 5,000, and never less than 4."""
+    first, *others = results(trained, "fine_tuning_in_little_memory")
+    assert first["decided"] == [23, 7, 11, 11]
+    for rank in (first, *others):
+        assert rank["heeded"] == [23, 7, 11, 11]
+        assert all(map(np.array_equal, rank["ends"], first["ends"]))
 
 
 def test_fine_tuning_keeps_replicas_identical(trained: Path) -> None:

@@ -27,6 +27,8 @@ for name, strategy in (("by name", "windowed"), ("by hand", by_hand)):
     trainer.fit(module, loader())
     text = f"{name} {trainer.global_step} {digest(module)}"
     print(f"\\nrank {trainer.global_rank}: {text}", flush=True)
+if trainer.is_global_zero:
+    print(by_hand.tally.table())
 """
 
 
@@ -53,6 +55,7 @@ def trace(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [line.split(": ")[1] for line in said.splitlines() if line.startswith("rank ")]
     assert len(lines) == 4 and len(set(lines)) == 2, said  # both ranks with the same weights
     assert all(line.split()[2] == "12" for line in lines)
+    assert "12 updates" in said and "mean staleness" in said
     return out / "trace"
 
 
@@ -93,9 +96,11 @@ def test_it_is_simulated_with_its_own_rule_and_policy(site: Path) -> None:
     assert "window=0 must be a positive number" in refused
 
 
-def test_it_is_planned_and_its_configuration_can_be_used(site: Path) -> None:
+def test_it_is_planned_and_its_configuration_can_be_used(site: Path, tmp_path: Path) -> None:
     cluster = str(ROOT / "docs" / "cluster.yaml")
-    text = _command(site, "plan", cluster, "--strategies", "windowed", "--updates", "200")
+    words = ["--strategies", "windowed", "--updates", "200", "--plot", str(tmp_path / "plan.png")]
+    text = _command(site, "plan", cluster, *words)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     config = yaml.safe_load(text[text.index("# Trainer") :])["trainer"]["strategy"]
     assert config["class_path"] == "windowed_sgd.WindowedStrategy"
     assert config["init_args"]["window"] > 0

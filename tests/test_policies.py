@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_dsgd.workers.messages import (
     Again,
     Applied,
+    Bound,
     Closed,
     Contribution,
     Dropped,
@@ -252,6 +253,16 @@ def test_a_laggard_holds_the_round_and_is_named_once() -> None:
     assert policy.version == 3
     after = policy.handle(Applied(1, 3), 0.0)
     assert [d.number for d in after if isinstance(d, Round)] == [4, 5, 6]
+
+
+def test_a_segment_may_bring_another_bound() -> None:
+    """Parameters that are freed make gradients larger, so that fewer may wait."""
+    policy = FirstKPolicy(2, 1, max_staleness=None, max_lag=64)
+    policy.handle(Segment(FAR, Bound(2, 2, "max_lag_mb")), 0.0)
+    decisions = [d for n in range(4) for d in policy.handle(Contribution(0, n + 1, min(n, 2)), 0.0)]
+    (held,) = (d for d in decisions if isinstance(d, Held))
+    assert held.number == 3 and "2 updates behind (max_lag_mb)" in held.reason
+    assert not policy.handle(Segment(FAR), 0.0) and policy.max_lag == 2
 
 
 def test_reasons_say_who_is_missing() -> None:

@@ -38,6 +38,7 @@ def test_all_is_well(words: list[str]) -> None:
     assert found["ok"] and found["torch"]
     assert [line["check"] for line in found["checks"]] == [*CHECKS, LAST]
     assert all(line["ok"] and line["text"] for line in found["checks"])
+    assert sum(line["seconds"] for line in found["checks"]) < 120.0
     device = "cpu, on the device" if "horovod" in words else "lag:0, on the device"
     assert found["checks"][0]["text"] == device
 

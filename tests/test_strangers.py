@@ -149,6 +149,24 @@ def test_a_long_message_ends_its_connection_before_it_is_taken(port: Port) -> No
     _goes_on(port)
 
 
+def test_nobody_without_a_key_has_the_port_take_what_it_sends(port: Port) -> None:
+    """A greeting, and the head of a command that is said to be of 400 MB; then its bytes."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    head = b"\x06" + (400 << 20).to_bytes(8, "big")
+    address = ("127.0.0.1", int(port.coordinator.ticket.endpoint.rsplit(":", 1)[1]))
+    sent = 0
+    with socket.create_connection(address) as stranger:
+        stranger.settimeout(20.0)
+        stranger.sendall(greeting)
+        assert stranger.recv(64)
+        stranger.sendall(head)
+        with contextlib.suppress(ConnectionError):
+            while sent < 400 << 20:
+                sent += stranger.send(bytes(1 << 16))
+    assert sent < 32 << 20  # what lies in the kernel's buffers on the way
+    _goes_on(port)
+
+
 def test_a_plain_connection_is_dropped(port: Port) -> None:
     address = ("127.0.0.1", int(port.coordinator.ticket.endpoint.rsplit(":", 1)[1]))
     with socket.create_connection(address) as stranger:

@@ -34,6 +34,7 @@ from lightning_dsgd.workers.machine import (
 )
 from lightning_dsgd.workers.messages import (
     Again,
+    Bound,
     Contribution,
     Decision,
     Dropped,
@@ -42,6 +43,7 @@ from lightning_dsgd.workers.messages import (
     Segment,
     Tick,
 )
+from lightning_dsgd_plugins.k_family import OnAndOnRule
 
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "synchronous": ("backup_workers", {"backups": 0}),
@@ -136,6 +138,15 @@ def test_a_worker_that_gives_nothing_tells_how_far_it_is() -> None:
     assert [(applied.version, applied.cancelled) for applied in told] == [
         (2, (0.25,)), (4, (0.25, 0.25)), (6, (0.25, 0.25)),
     ]  # fmt: skip
+
+
+def test_a_segment_may_bring_another_bound() -> None:
+    worker = WorkerMachine(OnAndOnRule(enough=9), 0, 2, max_lag=64)
+    worker.handle(Segment(9, Bound(8, 2)))
+    assert [type(action) for action in worker.handle(Finished())] == [Publish, Compute]
+    assert [type(action) for action in worker.handle(Finished())] == [Publish, Wait]
+    assert [type(action) for action in worker.handle(Decided(1, (1,)))] == [Replay]
+    assert [type(action) for action in worker.handle(Took(1))] == [Tell, Compute]
 
 
 def test_the_segments_end_stops_it_and_is_told() -> None:

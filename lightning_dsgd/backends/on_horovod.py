@@ -159,8 +159,11 @@ class HorovodBackend(Backend):
         return self.channel("meeting", patience=max(1.0, MEETING_SECONDS / self.timeout))
 
     def channel(self, name: str, patience: float = 1.0, on_device: bool = False) -> Channel:
-        """Horovod's one thread puts what all channels do into one order."""
-        return HorovodChannel(name, self, self.timeout * patience)
+        """Horovod's one thread puts what all channels do into one order.
+
+        So an operation on a device that waits for a slow backward would hold all others.
+        """
+        return HorovodChannel(name, self, self.timeout * patience, on_device=on_device)
 
     def pairs(self) -> dict[int, Channel]:
         """One process set per edge, all of them given to Horovod when it started."""
@@ -172,7 +175,11 @@ class HorovodBackend(Backend):
             )
         return {
             partner: HorovodChannel(
-                f"pair {a} and {b}", self, self.timeout * 2, _process_sets[a, b]
+                f"pair {a} and {b}",
+                self,
+                self.timeout * 2,
+                members=_process_sets[a, b],
+                on_device=True,
             )
             for partner, (a, b) in self.partners()
         }
@@ -190,17 +197,26 @@ class HorovodChannel(Channel):
     """
 
     def __init__(
-        self, name: str, backend: HorovodBackend, timeout: float, members: Any = None
+        self,
+        name: str,
+        backend: HorovodBackend,
+        timeout: float,
+        *,
+        members: Any = None,
+        on_device: bool = False,
     ) -> None:
         super().__init__(
             name, backend.rank, backend.world_size, backend.alarm, timeout, backend.seal
         )
         self.hvd = backend.hvd
         self._members = members or self.hvd.global_process_set
+        self._on_device = on_device
         self._prefix = f"{backend.prefix}.{name}"
 
     def reaches(self, device: torch.device) -> bool:
-        return device.type == "cpu" or (device.type == "cuda" and self.hvd.nccl_built())
+        if device.type == "cpu":
+            return True
+        return self._on_device and device.type == "cuda" and bool(self.hvd.nccl_built())
 
     def _sum(self, tensor: Tensor) -> None:
         add, members = self.hvd.Sum, self._members

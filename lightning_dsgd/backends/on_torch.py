@@ -27,20 +27,14 @@ from torch import Tensor
 
 from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
 from lightning_dsgd.backends.hosts import Place, reachable_address, this_place
+from lightning_dsgd.backends.meeting import Meeting
 from lightning_dsgd.backends.on_devices import first_used, maker_for
-from lightning_dsgd.backends.seal import Seal
 from lightning_dsgd.backends.streams import Mark
 from lightning_dsgd.backends.wires import Wires, open_sockets
 from lightning_dsgd.control.alarm import Alarm
-from lightning_dsgd.errors import ConfigurationError, PeerFailedError, RoundTimeoutError, RunError
+from lightning_dsgd.errors import ConfigurationError, RoundTimeoutError, RunError
 
 _JOBS = itertools.count()
-_GLANCE = 0.02
-"""Seconds between two looks while ranks wait for each other's cards."""
-_FAILED = "failed"
-"""Under which a rank leaves word that it will not come, while others wait for its card."""
-_LONGEST_WORD = 500
-"""Characters of it."""
 _GRACE = 2.0
 """Seconds for what has been cut off to notice."""
 _INTERFACES = "GLOO_SOCKET_IFNAME"
@@ -68,19 +62,19 @@ class TorchBackend(Backend):
         timeout: float,
         edges: Sequence[Edge] = (),
     ) -> None:
-        self.rank, self.seal = rank, Seal(None)  # for a word, should the secret not be there
         self._device = device
         self._patience = max(timeout, MEETING_SECONDS)
         store = _store(address, port, rank, world_size, self._patience)
-        self._store = dist.PrefixStore(f"lightning-dsgd/{next(_JOBS)}", store)
-        self._cards: list[str] = []
+        self._meeting = Meeting(store, next(_JOBS), rank, world_size, self._patience)
+        self._store = self._meeting.store
         self._channels: list[TorchChannel] = []
         self._opened = 0
         try:
             super().__init__(rank, world_size, alarm, timeout, edges)
+            self._meeting.seal = self.seal
             self._gloo_devices = self._devices_at(address)
         except Exception as error:
-            self.give_word(error)
+            self._meeting.give_word(error)
             raise
         _backends.add(self)
 
@@ -95,40 +89,11 @@ class TorchBackend(Backend):
 
     def introduce(self, card: bytes) -> list[bytes]:
         """Through the launcher's store, where each rank leaves its card."""
-        keys = [f"card-{len(self._cards)}-{rank}" for rank in range(self.world_size)]
-        self._cards.append(keys[self.rank])
-        self._store.set(keys[self.rank], self.seal.close(card))  # type: ignore[arg-type]  # bytes, too
-        self._await_cards(keys)
-        return [self.seal.open(data) for data in self._store.multi_get(keys)]
-
-    def _await_cards(self, keys: list[str]) -> None:
-        deadline = time.monotonic() + self._patience
-        while not self._store.check(keys):
-            self._heed_word()
-            time.sleep(_GLANCE)
-            self.alarm.check()
-            if time.monotonic() > deadline:
-                there = self._store.check
-                missing = [str(rank) for rank, key in enumerate(keys) if not there([key])]
-                raise RoundTimeoutError(
-                    f"rank {self.rank} has waited {self._patience:g} s for rank "
-                    f"{', '.join(missing)} to start"
-                )
-
-    def _heed_word(self) -> None:
-        if self._store.check([_FAILED]):
-            word = self.seal.open(self._store.get(_FAILED))[: 4 * _LONGEST_WORD]
-            text = word.decode(errors="replace")[:_LONGEST_WORD]
-            raise PeerFailedError("".join(c if c.isprintable() else " " for c in text))
+        return self._meeting.introduce(card, self.alarm)
 
     def give_word(self, error: BaseException) -> None:
-        """What is no rank's own, such as a time that has run out, the others find by themselves."""
-        if isinstance(error, RunError):
-            return
-        text = f"rank {self.rank} failed: {type(error).__name__}: {error}"[:_LONGEST_WORD]
-        with contextlib.suppress(Exception):
-            self._store.set(_FAILED, self.seal.close(text.encode()))  # type: ignore[arg-type]  # bytes, too
-            time.sleep(5 * _GLANCE)  # all have looked, should the store end with this process
+        """For those who wait for this rank's card."""
+        self._meeting.give_word(error)
 
     def _own_address(self, meeting_point: str) -> str:
         """By which the others reach this host."""
@@ -206,14 +171,7 @@ class TorchBackend(Backend):
         """Cut all connections: what is under way ends at once, here and on the others."""
         groups = [group for channel in self._channels for group in channel.cut()]
         _abandoned.extend(groups)  # an abort may not return, and a destructor would wait for it
-        _within_grace([self._withdraw, *(group.abort for group in groups)])
-
-    def _withdraw(self) -> None:
-        """Nobody is to meet this rank again. The store may be gone with rank 0, or stopped with it,
-        and then no deadline of its own ends the wait."""
-        for card in self._cards:
-            with contextlib.suppress(Exception):
-                self._store.delete_key(card)
+        _within_grace([self._meeting.withdraw, *(group.abort for group in groups)])
 
 
 def _within_grace(acts: Iterable[Callable[[], object]]) -> None:

@@ -65,6 +65,8 @@ def this_seal() -> Seal:
             raise ConfigurationError(
                 f"{SECRET_FILE}={file} cannot be read: {error.strerror}"
             ) from None
+        if not text:
+            raise ConfigurationError(f"{SECRET_FILE}={file} is empty; it is to hold the secret")
     if not text:
         return Seal(None)
     if len(text) < _SHORTEST:

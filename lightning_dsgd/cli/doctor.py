@@ -209,7 +209,7 @@ def _inward(name: str) -> Finding:
 
 def describe_secret(env: Mapping[str, str]) -> str:
     """By what ranks on several hosts know each other."""
-    if {SECRET, SECRET_FILE} & env.keys():
+    if env.get(SECRET) or env.get(SECRET_FILE):
         return "set"
     return f"none: ranks trust the network they meet in (set {SECRET}; see SECURITY.md)"
 

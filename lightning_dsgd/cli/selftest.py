@@ -34,6 +34,7 @@ REMEDIES = {
     "replicas": f"the ranks' devices compute differently: are they of one kind? If so, {_ASK}",
     "as DDP": _ASK,
     "slow kernel": f"{_STREAMS}: {_ASK}",
+    "memory bound": f"lower max_lag_mb for now, and {_ASK}",
     "overlap": f"try fewer ranks or a faster way between devices (NCCL_DEBUG=INFO); else {_ASK}",
     "killed rank": _ASK,
 }
@@ -129,6 +130,8 @@ def _head(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {facts[name]}" for name in names)
     gpus = f"; {', '.join(facts['gpus'])}" if facts["gpus"] else ""
     where = f"{facts['ranks']} ranks on {facts['accelerator']}, backend {facts['backend']}"
+    if len(facts["gpus"]) == 1 and facts["accelerator"] == "cpu":
+        where += " (ranks need a GPU each, and there is one)"
     return f"{versions}{gpus}\n{where}; takes up to two minutes\n"
 
 

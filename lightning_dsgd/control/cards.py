@@ -6,7 +6,7 @@ exchange gradients that do not belong together, and never notice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ _SAME = {
     "version": "have different versions of lightning-dsgd",
     "trainings": "are at different trainings of their programs",
     "doing": "are at different functions of the Trainer",
+    "task": "train different things",
     "strategy": "have different strategies",
     "arguments": "have made their strategies with different arguments",
 }
@@ -29,6 +30,8 @@ class Card(msgspec.Struct, frozen=True):
     """How often this process has met others, this time included."""
     doing: str
     """The Trainer's function: fit, validate, test or predict."""
+    task: str
+    """The module's class, and for how long it is trained."""
     strategy: str
     arguments: str
     network: str
@@ -44,11 +47,16 @@ decode_card = msgspec.msgpack.Decoder(Card).decode
 
 def check_cards(cards: Sequence[Card]) -> None:
     """Refuse, on every rank alike, what does not fit together, and say what it is."""
-    for name, what in _SAME.items():
-        values = [getattr(card, name) for card in cards]
-        if len(set(values)) > 1:
-            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ConfigurationError(
-                f"the ranks {what} ({by_rank}); let every rank run the same program, and after a "
-                "failure that it handles go on at the same point"
-            )
+    for name in _SAME:
+        values = {rank: getattr(card, name) for rank, card in enumerate(cards)}
+        if len(set(values.values())) > 1:
+            raise mismatch(name, values)
+
+
+def mismatch(name: str, values: Mapping[int, object]) -> ConfigurationError:
+    """These ranks' cards differ there."""
+    by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items()))
+    return ConfigurationError(
+        f"the ranks {_SAME[name]} ({by_rank}); let every rank run the same program, and after a "
+        "failure that it handles go on at the same point"
+    )

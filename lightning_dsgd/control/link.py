@@ -185,10 +185,13 @@ class Control:
     def _hear(self, message: Message) -> None:
         if isinstance(message, Over):
             self._leaving.set()
-        leaving = self._leaving.is_set()
-        if leaving or not isinstance(message, Abort) or message.worker == self.rank:
+        if self._leaving.is_set() or not isinstance(message, Abort):
             return
-        self._ring(_ERRORS[message.kind](message.reason))
+        if message.worker == self.rank:  # it lives, and can still be told
+            text = f"rank {self.rank} has lost a connection to rank 0: the others go without it"
+            self._ring(PeerLostError(text))
+        else:
+            self._ring(_ERRORS[message.kind](message.reason))
 
     def _ring(self, error: RunError) -> None:
         self.told = error

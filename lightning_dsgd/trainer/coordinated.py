@@ -67,6 +67,7 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
         super().__init__(backend=backend, timeout=timeout)
         self._coordinator: Coordinator | None = None
         self._control: Control | None = None
+        self._failed_at = 0.0
         self.course = Course(type(self).__name__)
 
     # -------------------------------------------------------- what an exchange defines
@@ -200,8 +201,9 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
             version=lightning_dsgd.__version__,
             trainings=_trainings,
             doing=str(module.trainer.state.fn) if module is not None else "",
+            task=_task(module),
             strategy=self.strategy_name or type(self).__name__,
-            arguments=repr(self.alike()),
+            arguments=repr({name: _plain(value) for name, value in self.alike().items()}),
             network=place.network,
             address=place.address,
             key=key,
@@ -249,6 +251,7 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others, and meet them no more: what callbacks do from now on is done alone."""
         explain_missing_group(exception, self)
+        self._failed_at = time.time()
         control = self._control
         if control is not None:
             if isinstance(exception, Exception) and not isinstance(exception, RunError):
@@ -278,8 +281,14 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._reported is not None and not self.is_global_zero:
             deadline = time.monotonic() + _FILE_SECONDS
-            while not os.path.exists(filepath) and time.monotonic() < deadline:
+            while not self._is_new(filepath) and time.monotonic() < deadline:
                 time.sleep(_FILE_SECONDS / 100)
+
+    def _is_new(self, file: Any) -> bool:
+        """An earlier failure may have left one of that name; the host's clock may be another."""
+        with contextlib.suppress(OSError):
+            return os.path.getmtime(file) > self._failed_at - _FILE_SECONDS
+        return False
 
     def _disconnect(self, failed: bool = False) -> None:
         self.close_exchange()
@@ -289,6 +298,20 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
             control.close()
         if coordinator is not None:
             coordinator.stop(failed=failed)
+
+
+def _task(module: Any) -> str:
+    """What of it must be the same on all ranks, or they would wait for each other."""
+    if module is None:
+        return ""
+    loop = module.trainer.fit_loop
+    limits = f"max_epochs={loop.max_epochs}, max_steps={loop.max_steps}"
+    return f"{type(module).__name__}, {limits}"
+
+
+def _plain(value: object) -> object:
+    """An object of somebody's own may show where it lies in memory: its type has to do."""
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else value
 
 
 def _ticket(card: bytes) -> Ticket:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.backends import BackendName
+from lightning_dsgd.backends.streams import look_until
 from lightning_dsgd.control.tally import Tally
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.exchange.checksum import require_same
@@ -95,7 +96,7 @@ class PipelineStrategy(CoordinatedStrategy):
             precision: The relative rounding error of the mean step.
         """
 
-    def step_values(self) -> dict[str, float]:
+    def step_values(self) -> dict[str, Tensor]:
         """The algorithm's own numbers of the latest step, for loggers."""
         return {}
 
@@ -253,9 +254,7 @@ class PipelineStrategy(CoordinatedStrategy):
 
     def logged_values(self) -> dict[str, float]:
         """The latest step in numbers, and the share of the exchanges hidden since last asked."""
-        values = self.step_values()
-        if self._moved is not None:
-            values["distance"] = float(self._moved)
+        values = self._read(self.step_values() | self._distances())
         if self._pipeline is not None:
             busy, waited = self._pipeline.busy_seconds, self._pipeline.waited_seconds
             past_busy, past_waited = self._logged
@@ -263,6 +262,18 @@ class PipelineStrategy(CoordinatedStrategy):
             if busy > past_busy:
                 values["hidden"] = max(0.0, 1 - (waited - past_waited) / (busy - past_busy))
         return values
+
+    def _distances(self) -> dict[str, Tensor]:
+        return {} if self._moved is None else {"distance": self._moved}
+
+    def _read(self, numbers: dict[str, Tensor]) -> dict[str, float]:
+        """What a device has yet to compute is looked for, as everything else is."""
+        if not numbers:
+            return {}
+        reading = self.streams.reading(torch.stack([n.double() for n in numbers.values()]))
+        look_until(reading.mark, self.alarm.wait)
+        self.alarm.check()
+        return dict(zip(numbers, map(float, reading.numbers()), strict=True))
 
 
 def _saved(state: dict[str, Any]) -> bytes:

@@ -51,7 +51,7 @@ from lightning_dsgd.trainer.telling import say
 from lightning_dsgd.trainer.worlds import Trainer
 from lightning_dsgd.workers.algorithm import RoundsAlgorithm
 from lightning_dsgd.workers.machine import Ended, Rule
-from lightning_dsgd.workers.messages import Checksum, Round, Segment
+from lightning_dsgd.workers.messages import Bound, Checksum, Round, Segment
 from lightning_dsgd.workers.policy import RoundsPolicy
 
 
@@ -203,13 +203,21 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
             assert self.max_staleness is not None
             self._distance = DistanceDamping(layout, self.damping_constant, self.max_staleness)
 
-    def follow_parameters(self) -> None:
-        """Fine-tuning freezes and frees parameters: late gradients know nothing of new ones."""
+    def follow_parameters(self) -> Bound | None:
+        """Fine-tuning freezes and frees parameters: late gradients know nothing of new ones.
+
+        Those are larger or smaller than the ones before, so that fewer or more of them have room.
+        """
         assert self.model is not None and self._main is not None
-        if not self.desk.layout.fits(self.model.parameters()):
-            self.desk.change_layout(FlatLayout(self.model.parameters()))
-            self._follow_layout()
-            self._main.barrier()
+        if self.desk.layout.fits(self.model.parameters()):
+            return None
+        self.desk.change_layout(FlatLayout(self.model.parameters()))
+        self._follow_layout()
+        self._main.barrier()
+        bound = self.memory_bound(self.world_size, self.desk.layout.nbytes)
+        if self.is_global_zero:
+            say(bound.text())
+        return bound.bound
 
     def settle(self) -> None:
         """Training may stop in mid-epoch, while late gradients still make rounds by themselves."""
@@ -304,8 +312,8 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
     def begin_epoch(self) -> None:
         """Rounds up to the end of this epoch, or of the training, may be decided."""
         assert self.lightning_module is not None
-        self.follow_parameters()
-        segment = Segment(self._epoch_end(self.lightning_module.trainer))
+        bound = self.follow_parameters()
+        segment = Segment(self._epoch_end(self.lightning_module.trainer), bound)
         if self.is_global_zero:
             self.control.announce(segment)
         self.desk.tell(segment)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_dsgd.errors import ConfigurationError
 from lightning_dsgd.workers.machine import Rule, WorkerMachine
+from lightning_dsgd.workers.messages import Bound
 from lightning_dsgd.workers.policy import Policy, RoundsPolicy
 
 Arguments = dict[str, Any]
@@ -90,23 +91,19 @@ class MemoryBound:
 
     nbytes: int
     """Of one gradient."""
-    lag: int
-    """Updates that wait for a rank that is behind; then the others wait for it, too."""
-    given: int
-    """Own gradients, announced and in no update yet; then it computes no further one."""
-    tight: bool
-    """It is memory that sets the bound, and not `max_lag`."""
+    bound: Bound
+    """It is memory that sets it, or `max_lag`."""
 
     def gradients(self) -> int:
         """Besides: the one that is made, the one that is applied, two under way between ranks."""
-        return self.lag + self.given + 4
+        return self.bound.lag + self.bound.given + 4
 
     def text(self) -> str:
         """For the log."""
-        which = "max_lag_mb" if self.tight else "max_lag"
+        lag, setting = self.bound.lag, self.bound.setting
         size, most = self.nbytes / _MIB, self.gradients() * self.nbytes / _MIB
         return (
-            f"a rank may fall {self.lag} updates behind ({which}) before the others wait for it, "
+            f"a rank may fall {lag} updates behind ({setting}) before the others wait for it, "
             f"and holds at most {most:.3g} MiB of gradients, {size:.3g} MiB each"
         )
 
@@ -140,7 +137,8 @@ class RoundsAlgorithm(Algorithm):
         lag = min(self.max_lag, fit)
         needed = max(self.first_k(workers) or 1, self.gradients_per_round(workers))
         given = max(lag, math.ceil(needed / max(1, workers - 1)))  # one of them may be slow
-        return MemoryBound(nbytes, lag, given, tight=fit < self.max_lag)
+        setting = "max_lag_mb" if fit < self.max_lag else "max_lag"
+        return MemoryBound(nbytes, Bound(lag, given, setting))
 
     def restored_policy(
         self,
@@ -151,10 +149,7 @@ class RoundsAlgorithm(Algorithm):
     ) -> RoundsPolicy:
         """A fresh policy, or one that goes on from a checkpoint's state; for gradients that big."""
         policy = self.make_policy(workers, version=version)
-        bound = self.memory_bound(workers, nbytes)
-        policy.max_lag, policy.max_given = bound.lag, bound.given
-        if bound.tight:
-            policy.lag_bound = "max_lag_mb"
+        policy.heed(self.memory_bound(workers, nbytes).bound)
         if state:
             policy.restore(dict(state))
         return policy

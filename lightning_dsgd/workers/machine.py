@@ -231,13 +231,17 @@ class WorkerMachine:
         self.passed = False
         """The token has gone by since its last turn."""
         self._rule = rule
-        self._every = max(1, max_lag // 8)
-        self._most = max_given
+        self._heed(max_lag, max_given)
         self._told = version
         self._seq = 0
         self._seconds: tuple[float, ...] = ()
         self._losses: tuple[float, ...] = ()
         self._cancelled: tuple[float, ...] = ()
+
+    def _heed(self, lag: int, given: int) -> None:
+        """Others count on hearing how far it is before they have to wait for it."""
+        self._every = max(1, lag // 8)
+        self._most = given
 
     # ------------------------------------------------------------------- one door
 
@@ -268,6 +272,8 @@ class WorkerMachine:
         if event.last < self.version:
             raise self._unexpected(event)
         self.first, self.last = self.version, event.last
+        if event.bound is not None:
+            self._heed(event.bound.lag, event.bound.given)
         self.begun = 0
         return self._next(opening=True)
 

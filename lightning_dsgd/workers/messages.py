@@ -44,6 +44,17 @@ class Applied(Message, frozen=True, tag=True):
     """Time spent on each gradient that it has begun and given up since it last told."""
 
 
+class Bound(Message, frozen=True, tag=True):
+    """How far apart ranks may get, so that what waits meanwhile has room."""
+
+    lag: int
+    """Updates that may wait for a rank that is behind; then the others wait for it, too."""
+    given: int
+    """Own gradients, announced and in no update yet; then a rank computes no further one."""
+    setting: str = "max_lag"
+    """The argument that has set it."""
+
+
 class Segment(Message, frozen=True, tag=True):
     """Rounds up to number `last` may be decided: the end of the epoch or of the training.
 
@@ -51,6 +62,8 @@ class Segment(Message, frozen=True, tag=True):
     """
 
     last: int
+    bound: Bound | None = None
+    """From now on; as before where there is none."""
 
 
 class Joined(Message, frozen=True, tag=True):

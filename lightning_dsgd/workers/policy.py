@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from lightning_dsgd.workers.messages import (
     Again,
     Applied,
+    Bound,
     Closed,
     Contribution,
     Decision,
@@ -101,6 +102,11 @@ class RoundsPolicy(Policy):
         """Whose contribution to the present version was not finite, and who gave no other."""
         self._named: set[int] = set()
 
+    def heed(self, bound: Bound | None) -> None:
+        """Ranks may be so far apart from now on."""
+        if bound is not None:
+            self.max_lag, self.max_given, self.lag_bound = bound.lag, bound.given, bound.setting
+
     # ------------------------------------------------------------------- one door
 
     def handle(self, event: Event, now: float) -> Sequence[Decision]:
@@ -114,6 +120,7 @@ class RoundsPolicy(Policy):
             self._applied[event.worker] = max(self._applied.get(event.worker, 0), event.version)
         elif isinstance(event, Segment):
             self.last = event.last
+            self.heed(event.bound)
             if event.last <= self.version:
                 return [Closed(worker) for worker in sorted(self.present)]
         elif isinstance(event, Joined):

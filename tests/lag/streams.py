@@ -49,7 +49,7 @@ class _Fuzz:
         self._seed = seed
 
     def pauses(self, stream: int) -> Iterator[float]:
-        if self._seed is None:
+        if not self._seed:
             return itertools.repeat(0.0)
         numbers = random.Random(f"{self._seed} {rank()} {stream}")
         draw = numbers.random

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import statistics
 import time
@@ -131,16 +132,14 @@ def _end(strategy: Any, **options: Any) -> dict[str, Any]:
 def kernels_held_back(out: Path) -> dict[str, Any]:
     """The same trainings on the CPU, and on the device with kernels that come late at random."""
     found: dict[str, Any] = {}
-    lag.poison(True)
     for name, (make, options) in SAME.items():
         cpu = _end(make(), accelerator="cpu", **options)
         ends = []
         for seed in range(SEEDS):
             lag.fuzz(seed)
             ends.append(_end(make(), **options))
-        lag.fuzz(None)
         found[name] = {"cpu": cpu, "device": ends}
-    lag.poison(False)
+    lag.fuzz(os.environ.get("LAG_FUZZ"))
     return found
 
 
@@ -207,7 +206,8 @@ def _pace(strategy: Any, factor: float, updates: int) -> dict[str, Any]:
     pace = Pace()
     trainer = trainer_for(strategy, [pace], max_steps=updates, max_epochs=-1)
     trainer.fit(Stalled(seconds), loader(2048))
-    return {"gradient": _quartile(pace.begun), "update": _quartile(pace.updated)}
+    told = strategy.tally.workers[SLOW].mean_seconds if strategy.tally is not None else None
+    return {"gradient": _quartile(pace.begun), "update": _quartile(pace.updated), "told": told}
 
 
 def _paces(make: Callable[[], Any], updates: int) -> dict[float, Any]:
@@ -239,6 +239,16 @@ def slow_kernels_in_the_way(out: Path) -> dict[str, Any]:
     make, _ = TOLERANT["backup_workers"]
     with _by_the_training_stream():
         return _paces(make, 12)
+
+
+def slowed_by_a_factor(out: Path) -> list[float] | None:
+    """By what the device takes, and not by what queueing takes; rank 0's count of it."""
+    slow = dsgd.Stragglers().slow(rank=SLOW, factor=4)
+    strategy = dsgd.BackupWorkersStrategy(backups=1, timeout=60.0)
+    trainer = trainer_for(strategy, [slow], max_steps=24, max_epochs=-1)
+    trainer.fit(Stalled(KERNEL), loader(2048))
+    tally = strategy.tally
+    return None if tally is None else [worker.mean_seconds for worker in tally.workers]
 
 
 def cancelled_kernels(out: Path) -> dict[str, Any]:
@@ -301,8 +311,9 @@ def host_waits(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, make in QUIET.items():
         waits = Waits()
-        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-        trainer = trainer_for(make(), [waits], max_steps=8, max_epochs=-1, **options)
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "log_every_n_steps": 1}
+        logger = pl.loggers.CSVLogger(out, name)
+        trainer = trainer_for(make(), [waits], max_steps=8, max_epochs=-1, logger=logger, **options)
         trainer.fit(Toy(), loader(512))
         found[name] = {"counts": waits.counts[2:], "places": waits.places}
     return found
@@ -369,11 +380,11 @@ def memory(out: Path) -> dict[str, Any]:
     trainer = trainer_for(strategy, [before], max_steps=1000, max_epochs=-1)
     trainer.fit(module, loader(8192))
     nbytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    bound = strategy.memory_bound(4, nbytes)
+    memory_bound = strategy.memory_bound(4, nbytes)
     return {
         "steps": trainer.global_step,
         "held": strategy.gradients_held,
-        "bound": bound.gradients(),
-        "lag": bound.lag,
+        "bound": memory_bound.gradients(),
+        "lag": memory_bound.bound.lag,
         "grown": (lag.max_memory_allocated() - before.bytes) / nbytes,
     }

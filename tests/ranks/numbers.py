@@ -305,9 +305,15 @@ def never_used(out: Path) -> Result:
     found: Result = {}
     options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 6}
     options["use_distributed_sampler"] = False  # Lightning's own would shuffle
-    for name, shuffle, rank in (("kept", False, 3), ("shuffled", True, 3), ("used", False, None)):
+    for name, shuffle, rank in (
+        ("kept", False, 3),
+        ("finished", False, 3),
+        ("shuffled", True, 3),
+        ("used", False, None),
+    ):
         backups = int(rank is not None)  # else whoever the machine slows would be late
-        strategy = dsgd.BackupWorkersStrategy(backups=backups, cancel_late=True, timeout=60.0)
+        cancels = name != "finished"
+        strategy = dsgd.BackupWorkersStrategy(backups=backups, cancel_late=cancels, timeout=60.0)
         delays = dsgd.Stragglers(seed=1)
         for each in range(4):
             delays.slow(each, seconds=0.4 if each == rank else 0.02)

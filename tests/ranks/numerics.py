@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.workers import algorithm
 from tests.ranks.lightning_copy import pl
 from tests.ranks.toy import (
     Toy,
@@ -156,6 +158,29 @@ def fine_tuning(out: Path) -> Result:
         name = f"{strategy.strategy_name} {strategy.damping}"
         found[name] = fine_tune(strategy, callbacks=[random_delays()])
     return found
+
+
+class _Bounds(pl.Callback):
+    """How far behind a rank may be in each epoch, as rank 0 decides it and as each rank heeds."""
+
+    def __init__(self) -> None:
+        self.decided: list[int] = []
+        self.heeded: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        if strategy.is_global_zero:
+            self.decided.append(strategy._coordinator.policy.max_lag)
+        self.heeded.append(strategy.desk.machine._most)
+
+
+def fine_tuning_in_little_memory(out: Path) -> Result:
+    """With bytes for MiB: the layers that are trained decide how many gradients may wait."""
+    bounds = _Bounds()
+    with mock.patch.object(algorithm, "_MIB", 1):
+        strategy = dsgd.KAsyncStrategy(k=1, max_lag_mb=5000, timeout=60.0)
+        ends = fine_tune(strategy, callbacks=[bounds])
+    return {"ends": ends, "decided": bounds.decided, "heeded": bounds.heeded}
 
 
 class _Image(Toy):
