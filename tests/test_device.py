@@ -94,10 +94,12 @@ def test_with_the_old_order_of_streams_it_holds_everybody(timed: Path) -> None:
 
 
 def test_cancelling_stops_a_device_within_a_few_layers(timed: Path) -> None:
-    """Of 40 slow layers it still computes the few that are queued."""
+    """Of 40 slow layers it still computes the few that are queued; an epoch's first gradient is not
+    cancelled, and others may begin it late."""
     tally, *_ = (found["tally"] for found in results(timed, "device.cancelled_kernels"))
     slow = tally["workers"][3]
-    assert slow["cancelled"] > 0 and slow["batches"] == 0
+    assert slow["cancelled"] > 2 and slow["batches"] <= 1
+    assert slow["cancelled_seconds"] / slow["cancelled"] < 0.5 * 40 * 0.02
 
 
 def test_a_partner_s_slow_kernel_holds_nobody(timed: Path) -> None:
