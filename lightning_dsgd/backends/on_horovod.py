@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.backends import LONGEST_SLEEP, MEETING_SECONDS, Backend, Channel, Edge
+from lightning_dsgd.backends.forks import FORKS
 from lightning_dsgd.backends.hosts import address_of, leaves_host
 from lightning_dsgd.backends.streams import LONGEST_LOOK
 from lightning_dsgd.control.alarm import Alarm
@@ -242,7 +243,7 @@ class HorovodChannel(Channel):
         """Horovod's device operations wait for what the thread's current stream holds, no other."""
         self.alarm.check()
         try:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), FORKS.apart():
                 handle = start(f"{self._prefix}.{kind}")
                 self._wait(handle, tensor.device)
                 return self.hvd.synchronize(handle)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.backends import MEETING_SECONDS, Backend, Channel, Edge
+from lightning_dsgd.backends.forks import FORKS
 from lightning_dsgd.backends.hosts import Place, reachable_address, this_place
 from lightning_dsgd.backends.meeting import Meeting
 from lightning_dsgd.backends.on_devices import first_used, maker_for
@@ -37,6 +38,8 @@ from lightning_dsgd.errors import ConfigurationError, RoundTimeoutError, RunErro
 _JOBS = itertools.count()
 _GRACE = 2.0
 """Seconds for what has been cut off to notice."""
+_NAP = timedelta(seconds=0.1)
+"""Between two looks at the alarm."""
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 """torch's variable for the interfaces that Gloo uses, with commas between them."""
 _backends: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
@@ -256,12 +259,12 @@ class TorchChannel(Channel):
         self.alarm.check()
         group = self.groups[tensor.device.type]
         with self._naming_culprits():
-            work = start(group)
             if tensor.device.type == "cpu":
-                self._wait(work)
+                with FORKS.apart():
+                    self._wait(start(group))
             else:
                 self.busy = True
-                work.wait()  # the thread's current stream waits, the host goes on
+                start(group).wait()  # the thread's current stream waits, the host goes on
 
     def wait_for(self, mark: Mark) -> None:
         """An operation on a device that fails does not end; the alarm says why."""
@@ -278,26 +281,21 @@ class TorchChannel(Channel):
             raise self.broken(error) from error
 
     def _wait(self, work: Any) -> None:
-        """Sleep until the operation ends or the alarm rings: the group's own thread wakes us."""
-        woken, ended = threading.Event(), threading.Event()
+        """Sleep until the operation ends, as the group itself wakes us, or the alarm rings.
 
-        def end(_: object) -> None:
-            ended.set()
-            woken.set()
-
-        work.get_future().add_done_callback(end)
-        self.alarm.listen(woken.set)
+        A callback would run on the group's own thread, at a time that is not ours: see `forks`.
+        """
         self.busy = True
-        woken.wait(self.timeout)
-        self.alarm.forget(woken.set)
-        if ended.is_set():
-            self.busy = False
-            work.wait()  # done in a moment, if not already: raises what went wrong
-            return
-        self._pending = work
-        self.alarm.check()
-        self.alarm.ring(self.late())
-        self.alarm.check()
+        deadline = time.monotonic() + self.timeout
+        while not work.is_completed():
+            if self.alarm.error is not None or time.monotonic() > deadline:
+                self._pending = work
+                self.alarm.ring(self.late())  # unless it has rung
+                self.alarm.check()
+            with contextlib.suppress(RuntimeError):  # not yet; or it has failed, and is completed
+                work.wait(_NAP)
+        self.busy = False
+        work.wait()  # raises what went wrong
 
 
 def _on_devices(groups: dict[str, Any]) -> list[Any]:

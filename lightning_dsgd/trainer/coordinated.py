@@ -280,15 +280,19 @@ class CoordinatedStrategy(Algorithm, CollectiveStrategy):
         """After an error ranks do not meet, but who goes on may want what rank 0 has written."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._reported is not None and not self.is_global_zero:
-            deadline = time.monotonic() + _FILE_SECONDS
-            while not self._is_new(filepath) and time.monotonic() < deadline:
+            deadline, size = time.monotonic() + _FILE_SECONDS, 0
+            while (found := self._written(filepath)) != size or not found:
+                if time.monotonic() > deadline:
+                    break
+                size = found
                 time.sleep(_FILE_SECONDS / 100)
 
-    def _is_new(self, file: Any) -> bool:
-        """An earlier failure may have left one of that name; the host's clock may be another."""
+    def _written(self, file: Any) -> int:
+        """Bytes of it; an earlier failure may have left one of that name, and clocks differ."""
         with contextlib.suppress(OSError):
-            return os.path.getmtime(file) > self._failed_at - _FILE_SECONDS
-        return False
+            found = os.stat(file)
+            return found.st_size if found.st_mtime > self._failed_at - _FILE_SECONDS else 0
+        return 0
 
     def _disconnect(self, failed: bool = False) -> None:
         self.close_exchange()
