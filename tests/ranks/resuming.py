@@ -65,11 +65,13 @@ def resume_state(out: Path) -> Result:
 
 
 class _FailsEverywhere(Toy):
-    """On all ranks at once, however busy the machine; and rank 0 takes its time to write."""
+    """On all ranks at once, however busy the machine; and rank 0 takes its time to write, where
+    there is a file of an earlier failure."""
 
-    def __init__(self, meeting: Path) -> None:
+    def __init__(self, meeting: Path, file: Path) -> None:
         super().__init__()
         self.meeting = meeting
+        self.file = file
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 4:
@@ -78,6 +80,8 @@ class _FailsEverywhere(Toy):
         return super().training_step(batch, batch_idx)
 
     def _meet(self) -> None:
+        self.file.touch()
+        os.utime(self.file, (0.0, 0.0))
         (self.meeting / str(self.global_rank)).touch()
         deadline = time.monotonic() + 30.0
         while len(list(self.meeting.iterdir())) < 4 and time.monotonic() < deadline:
@@ -100,10 +104,8 @@ def saved_on_failure(out: Path) -> Result:
         meeting = out / f"meeting-{name}"
         meeting.mkdir(exist_ok=True)
         file = out / f"{name}.ckpt"
-        file.touch()  # of an earlier failure
-        os.utime(file, (0.0, 0.0))
         try:
-            trainer.fit(_FailsEverywhere(meeting), loader())
+            trainer.fit(_FailsEverywhere(meeting, file), loader())
         except Exception as error:
             found[name] = type(error).__name__, file.stat().st_size > 0
     return found
