@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -61,6 +61,8 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
     damping: Damping = "none"
     damping_constant: float = 1.0
     max_staleness: int | None = 0
+    keeps_late_work: ClassVar[bool] = True
+    """A gradient that comes too late for its update may be used by a later one."""
     divide_by_batches: bool = True
 
     def __init__(
@@ -335,7 +337,8 @@ class RoundsStrategy(RoundsAlgorithm, GradientStrategy):
 
     def _look_for_unused_data(self) -> None:
         """A rank that is always late gives nothing; nobody else has its share of the data then."""
-        if self._warned or self.desk.machine.has_given() or self._loader is None:
+        given = self.desk.machine.has_given(late_counts=self.keeps_late_work)
+        if self._warned or given or self._loader is None:
             return
         if keeps_order(self._loader.loader):
             self._warned = True

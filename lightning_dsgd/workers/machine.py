@@ -306,10 +306,14 @@ class WorkerMachine:
         self.version = self.last = event.number
         return (*self._tell(), *self._next())
 
-    def has_given(self) -> bool:
-        """Has an update of this segment used anything of it, or may yet one do so?"""
+    def has_given(self, late_counts: bool = True) -> bool:
+        """Has an update of this segment used anything of it, or may yet one do so?
+
+        Args:
+            late_counts: What has come too late for its update may be used by a later one.
+        """
         used = self.own_round is not None and self.own_round > self.first
-        return used or bool(self.outstanding) or bool(self.batches)
+        return used or bool(self.batches) or (late_counts and bool(self.outstanding))
 
     # ------------------------------------------------- heard of, whatever it is doing
 

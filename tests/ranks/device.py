@@ -367,6 +367,7 @@ class Wide(Stalled):
 
 def memory(out: Path) -> dict[str, Any]:
     """Rank 3 falls behind as far as it may, again and again."""
+    lag.fuzz(None)  # others would be as slow
     strategy = dsgd.KBatchAsyncStrategy(k=2, max_lag_mb=2, timeout=120.0)
     module = Wide(0.02 if rank() == SLOW else 0.0)
 
@@ -382,6 +383,7 @@ def memory(out: Path) -> dict[str, Any]:
     trainer.fit(module, loader(8192))
     nbytes = sum(p.numel() * p.element_size() for p in module.parameters())
     memory_bound = strategy.memory_bound(4, nbytes)
+    lag.fuzz(os.environ.get("LAG_FUZZ"))
     return {
         "steps": trainer.global_step,
         "held": strategy.gradients_held,
