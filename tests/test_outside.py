@@ -52,7 +52,7 @@ def trace(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trained")
     (out / "program.py").write_text(PROGRAM)
     said = _run(site, [*command("torchrun", 2), str(out / "program.py"), str(out / "trace")])
-    lines = [line.split(": ")[1] for line in said.splitlines() if " by " in line]
+    lines = [line.split(": ")[1] for line in said.splitlines() if ": by " in line]
     assert len(lines) == 4 and len(set(lines)) == 2, said  # both ranks with the same weights
     assert all(line.split()[2] == "12" for line in lines)
     assert "12 updates" in said and "mean staleness" in said
