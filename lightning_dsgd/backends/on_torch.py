@@ -230,12 +230,13 @@ class TorchChannel(Channel):
         Those of a device are given back: they are to be aborted.
         """
         self._wires.cut()
-        if self._pending is not None:
+        pending = self._pending
+        if pending is not None:
             with contextlib.suppress(RuntimeError):  # as it should
-                self._pending.wait(timedelta(seconds=_GRACE))
-            self.busy = not self._pending.is_completed()
+                pending.wait(timedelta(seconds=_GRACE))
+            self.busy = not pending.is_completed()
         if self.busy:
-            _abandoned.append((self.groups, self._pending))
+            _abandoned.append((self.groups, pending))
         groups, self.groups, self._pending = self.groups, {}, None
         return _on_devices(groups)
 
@@ -285,16 +286,15 @@ class TorchChannel(Channel):
 
         A callback would run on the group's own thread, at a time that is not ours: see `forks`.
         """
-        self.busy = True
+        self.busy, self._pending = True, work
         deadline = time.monotonic() + self.timeout
         while not work.is_completed():
             if self.alarm.error is not None or time.monotonic() > deadline:
-                self._pending = work
                 self.alarm.ring(self.late())  # unless it has rung
                 self.alarm.check()
             with contextlib.suppress(RuntimeError):  # not yet; or it has failed, and is completed
                 work.wait(_NAP)
-        self.busy = False
+        self.busy, self._pending = False, None
         work.wait()  # raises what went wrong
 
 
