@@ -99,8 +99,9 @@ class DCS3GDStrategy(PipelineStrategy):
         self._lambdas = [compensate(piece, lambda0) for piece in pieces]
 
     def step_values(self) -> dict[str, Tensor]:
-        mean = torch.stack(self._lambdas).mean() if self._lambdas else torch.zeros(())
-        return {"lambda": mean}
+        if not self._lambdas:
+            return {"lambda": torch.zeros((), device=self.root_device)}
+        return {"lambda": torch.stack(self._lambdas).mean()}
 
 
 @torch.no_grad()

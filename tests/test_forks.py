@@ -9,11 +9,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.backends import forks, on_torch
+from lightning_dsgd.backends import forks
 from lightning_dsgd.backends.forks import FORKS
-from lightning_dsgd.backends.meeting import Meeting
 from lightning_dsgd.backends.seal import Seal
-from lightning_dsgd.control.alarm import Alarm
+from tests.test_meeting import Rank
 
 FORKED = 200
 
@@ -69,24 +68,12 @@ def test_an_operation_waits_for_a_fork() -> None:
     thread.join()
 
 
-class Rank(on_torch.TorchBackend):
-    """In a thread of its own."""
-
-    def __init__(self, rank: int, store: dist.Store) -> None:
-        on_torch.Backend.__init__(self, rank, 2, Alarm(), 20.0)
-        self._meeting = Meeting(store, 0, rank, 2, 20.0)
-        self.seal = self._meeting.seal = Seal(None)
-        self._device, self._patience = torch.device("cpu"), 20.0
-        self._store, self._channels, self._opened = self._meeting.store, [], 0
-        self._gloo_devices = [on_torch._device("127.0.0.1")]
-
-
 def test_children_do_not_hang_while_ranks_exchange() -> None:
     """Without keeping apart, one in a thousand does."""
     store, over, backends = dist.HashStore(), threading.Event(), []
 
     def exchange(rank: int) -> None:
-        backend = Rank(rank, store)
+        backend = Rank(rank, store, Seal(None))
         backends.append(backend)
         channel, more = backend.channel("rounds"), torch.ones(1)
         while more.item():

@@ -303,6 +303,7 @@ QUIET: dict[str, Callable[[], Any]] = {
     "k_batch_async": lambda: dsgd.KBatchAsyncStrategy(k=2, timeout=60.0),
     "cyclic_delay": lambda: dsgd.CyclicDelayStrategy(nonfinite="drop", timeout=60.0),
     "dc_s3gd": lambda: dsgd.DCS3GDStrategy(timeout=60.0),
+    "dc_s3gd, not corrected": lambda: dsgd.DCS3GDStrategy(lambda0=0.0, timeout=60.0),
     "dc_s3gd in 16 bits": lambda: dsgd.DCS3GDStrategy(wire="fp16", timeout=60.0),
 }
 
